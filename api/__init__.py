@@ -1,0 +1,24 @@
+"""The doors: an async Python client and the command line."""
+
+from tinsmith.api.client import Client, Model, connect
+from tinsmith.api.pending import Pending
+from tinsmith.api.results import Checkpoint, ForwardResult, Result, SampledSequence, SampleResult, Version
+from tinsmith.bus.datum import Datum
+from tinsmith.bus.envelope import Event
+from tinsmith.bus.errors import TinsmithError
+
+__all__ = [
+    "Checkpoint",
+    "Client",
+    "Datum",
+    "Event",
+    "ForwardResult",
+    "Model",
+    "Pending",
+    "Result",
+    "SampleResult",
+    "SampledSequence",
+    "TinsmithError",
+    "Version",
+    "connect",
+]

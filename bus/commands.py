@@ -5,12 +5,16 @@ Defaults of AdamW are those of the Tinker API (beta2 0.95, eps 1e-12, no decay, 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from tinsmith.bus.envelope import Command, Kind, Name
+from tinsmith.bus.envelope import NAME_PATTERN, Kind, Name
 from tinsmith.bus.errors import InvalidInput
+
+Place = Annotated[str, Field(pattern=f"^{NAME_PATTERN}/{NAME_PATTERN}$")]
+"""`model/name`: a checkpoint or a published version of a model."""
 
 
 class Args(BaseModel):
@@ -82,7 +86,7 @@ class SaveArgs(Args):
 class LoadArgs(Args):
     """Weights of a checkpoint `model/name`, with the optimizer's state only when asked."""
 
-    checkpoint: str
+    checkpoint: Place
     optimizer: bool = False
 
 
@@ -99,7 +103,7 @@ class NoArgs(Args):
 class SampleArgs(Args):
     """Sample `n` continuations of the prompt in the body from one immutable version."""
 
-    version: str = "base"
+    version: Literal["base"] | Place = "base"
     """`base`, or `model/name` as publish returned it."""
     n: int = Field(default=1, ge=1, le=1024)
     max_tokens: int = Field(default=128, ge=1)
@@ -129,21 +133,19 @@ SCHEMAS: dict[Kind, type[Args]] = {
 }
 
 
-def parse_args(command: Command) -> Any:
-    """The command's arguments as its kind's schema.
+def parse_args(kind: Kind, args: Mapping[str, Any]) -> Any:
+    """The arguments as the kind's schema.
 
     Raises InvalidInput that names the argument and what is allowed.
     """
     try:
-        return SCHEMAS[command.kind].model_validate(command.args)
+        return SCHEMAS[kind].model_validate(args)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or "arguments"
-        allowed = ", ".join(SCHEMAS[command.kind].model_fields) or "none"
+        allowed = ", ".join(SCHEMAS[kind].model_fields) or "no arguments"
         raise InvalidInput(
             f"{first['msg']} (got {first['input']!r})",
-            remedy=f"{command.kind.value} takes: {allowed}.",
-            model=command.model,
-            command=command.id,
+            remedy=f"{kind.value} takes: {allowed}.",
             field=name,
         ) from None

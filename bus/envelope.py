@@ -16,7 +16,8 @@ VERSION = 1
 SAMPLE_LANE = "@sample"
 """The queue of sampling commands: not a model, without order, shared by all replicas."""
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9@][A-Za-z0-9._:@-]{0,127}$")]
+NAME_PATTERN = "[A-Za-z0-9@][A-Za-z0-9._:@-]{0,127}"
+Name = Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")]
 """Name of a model, version or checkpoint: letters, digits and . _ : @ - (128 at most)."""
 
 

@@ -119,6 +119,12 @@ class UnknownVersion(InvalidInput):
     code = "unknown_version"
 
 
+class VersionExists(InvalidInput):
+    """A checkpoint or published version of that name exists and is not to be replaced."""
+
+    code = "version_exists"
+
+
 class UnsupportedModel(InvalidInput):
     """The base model, or a layer of it, can't be trained as asked."""
 
@@ -147,6 +153,12 @@ class CommandConflict(InvalidInput):
     """The same command id was submitted before with another content."""
 
     code = "command_conflict"
+
+
+class UnknownCommand(InvalidInput):
+    """The bus has no record of that command id: never submitted, or expired."""
+
+    code = "unknown_command"
 
 
 # What the computation met.

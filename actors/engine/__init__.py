@@ -1,0 +1,1 @@
+"""The torch engine: load, shard, adapt, score, optimise, checkpoint. No Ray, no Redis."""

@@ -1,0 +1,338 @@
+"""The generator: continuous batching over one causal language model and the adapters published for it.
+
+Requests join and leave between tokens. Each `step` prefills what has room to start (equal prompts once), then decodes
+one token for every live row, each row under its own version. Pull-based and single-threaded: the owner calls `step`
+while `busy`.
+
+What a row gets does not depend on its neighbours, with one reservation: floating-point sums may round differently in
+batches of different size, so logits agree to about 1e-5 and a seeded choice can differ where it falls on such a border.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache
+
+from tinsmith.actors.engine.kv_cache import Masks, SlotCache
+from tinsmith.actors.engine.prefill import Prefill, Prompt, PromptStore, choose_batch, rows_of
+from tinsmith.actors.engine.sample_request import Failed, Finished, Job, Limits, Sample, SampleRequest
+from tinsmith.actors.engine.sampling import Chooser
+from tinsmith.actors.engine.versions import Adapter, AdapterHooks, Versions
+from tinsmith.bus.errors import InvalidInput, NonFinite, TinsmithError, UnknownVersion, UnsupportedModel
+
+
+def _no_versions(key: str) -> Path:
+    raise UnknownVersion(f"no version {key!r} is published", remedy="Sample from 'base'.", field="version")
+
+
+class Generator:
+    """Samples from `model`, a transformers causal LM in eval mode, whole on one device; `tokenizer` may be None.
+
+    locate: the directory of a version's key (raises UnknownVersion itself, or names a directory that does not exist).
+    max_rows: sequences decoded together. max_cache_tokens: bound on live rows times the longest of them; beyond it
+    the youngest row goes back to the queue and is resumed later. prefill_tokens: padded prompt tokens computed between
+    two decode steps. shared_tokens: prompts kept for later requests with the same one.
+    max_adapters, max_adapter_bytes: adapters kept in memory.
+
+    Raises UnsupportedModel for a model whose layers don't keep plain keys and values of all tokens.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        locate: Callable[[str], Path] = _no_versions,
+        max_rows: int = 32,
+        max_cache_tokens: int = 1 << 17,
+        prefill_tokens: int = 2048,
+        shared_tokens: int = 4096,
+        max_adapters: int = 64,
+        max_adapter_bytes: int = 1 << 31,
+    ) -> None:
+        config = model.config.get_text_config()
+        parameters = inspect.signature(model.forward).parameters
+        head = model.get_output_embeddings()
+        context = getattr(config, "max_position_embeddings", None)
+        if "position_ids" not in parameters or head is None or context is None:
+            raise UnsupportedModel(
+                "sampling needs a model with explicit positions, an output head and max_position_embeddings",
+                remedy="Choose a decoder-only base with rotary or learned positions.",
+            )
+        self._model = model
+        # Renamed in transformers 5.24; the versions before know the older name alone.
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self._masks = Masks(model)
+        self._device: torch.device = model.device
+        self._vocab_size = int(config.vocab_size)
+        self._limits = Limits(min(context, max_cache_tokens), self._vocab_size, _end_tokens(model), tokenizer)
+        self._max_rows, self._max_cache_tokens = max_rows, max_cache_tokens
+        self._prefill_tokens = prefill_tokens
+        self._versions = Versions(model, locate, max_count=max_adapters, max_bytes=max_adapter_bytes)
+        self._hooks = AdapterHooks(model)
+        self._head_positions: torch.Tensor | None = None
+        self._head_hook = head.register_forward_pre_hook(self._select_positions)
+        self._jobs: dict[str, Job] = {}
+        self._waiting: deque[Sample] = deque()
+        self._live: list[Sample] = []
+        self._started = 0
+        self._slots = SlotCache()
+        self._store = PromptStore(shared_tokens)
+        self._prefill: Prefill | None = None
+        self._ended: list[Finished | Failed] = []
+        self._batch: _Batch | None = None
+
+    def submit(self, request: SampleRequest) -> None:
+        """Queue a request; its answer comes from a later `step`.
+
+        Raises, with nothing queued: InvalidInput (also for an id that is under way), SequenceTooLong, UnknownVersion.
+        """
+        if request.id in self._jobs:
+            raise InvalidInput("a request of that id is under way", remedy="Give each request its own id.", field="id")
+        samples = self._limits.open(request)
+        self._versions.check(request.version)
+        self._jobs[request.id] = samples[0].job
+        self._waiting.extend(samples)
+
+    def cancel(self, id: str) -> bool:
+        """Forget a request and free its rows; False when it is not under way. It gets no answer."""
+        if id not in self._jobs:
+            return False
+        self._drop(id)
+        return True
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has something to do or to answer."""
+        return bool(self._waiting or self._live or self._ended)
+
+    @property
+    def live_rows(self) -> int:
+        """Sequences that are decoding."""
+        return len(self._live)
+
+    @property
+    def waiting_samples(self) -> int:
+        """Sequences that wait for a row."""
+        return len(self._waiting)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the live rows' keys and values."""
+        return self._slots.nbytes
+
+    def close(self) -> None:
+        """Take the hooks off the model, which is then as it was."""
+        self._hooks.apply(())
+        self._head_hook.remove()
+
+    def step(self) -> list[Finished | Failed]:
+        """Prefill some, decode one token for every live row; returns the requests that ended."""
+        with torch.inference_mode():
+            self._admit()
+            if self._live:
+                self._decode()
+        if not self._waiting:
+            self._prefill = None
+        if not self._live:
+            self._slots.clear()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _admit(self) -> None:
+        """Prefill prompts of the samples that have room, within the step's budget, and start those that are ready."""
+        spent = 0
+        while True:
+            picks = self._picks()
+            missing = [sample for sample in picks if self._prompt(sample) is None]
+            if self._prefill is None:
+                if not missing:
+                    break
+                self._prefill = Prefill(
+                    choose_batch(missing, self._prefill_tokens),
+                    vocab_size=self._vocab_size,
+                    chunk_tokens=self._prefill_tokens,
+                    device=self._device,
+                )
+            if spent and spent + self._prefill.next_tokens > self._prefill_tokens:
+                break
+            spent += self._prefill.next_tokens
+            prompts = self._prefill.advance(self._forward_prompt)
+            if prompts:
+                self._store.add(prompts)
+                self._prefill = None
+        ready = [(sample, prompt) for sample in picks if (prompt := self._prompt(sample)) is not None]
+        if ready:
+            self._start(ready)
+        self._store.trim()
+
+    def _picks(self) -> list[Sample]:
+        """The samples at the head of the queue that there is room for, their adapters loaded."""
+        picks: list[Sample] = []
+        longest = max((sample.length for sample in self._live), default=0)
+        for sample in list(self._waiting):
+            rows = len(self._live) + len(picks) + 1
+            longest = max(longest, sample.length)
+            if rows > self._max_rows or (rows > 1 and rows * SlotCache.columns(longest + 1) > self._max_cache_tokens):
+                break
+            job = sample.job
+            if job.request.id not in self._jobs:
+                continue
+            if not job.loaded:
+                try:
+                    job.adapter, job.loaded = self._versions.get(job.request.version), True
+                except TinsmithError as error:
+                    self._fail(job, error)
+                    continue
+            if job.cached_tokens is None:
+                job.cached_tokens = 0 if self._prompt(sample) is None else sample.length
+            picks.append(sample)
+        return picks
+
+    def _prompt(self, sample: Sample) -> Prompt | None:
+        return self._store.get(sample.key, sample.wants_prompt_logprobs)
+
+    def _start(self, ready: list[tuple[Sample, Prompt]]) -> None:
+        """Choose the first token of each sample from its prompt's logits, and give those that go on a row."""
+        chooser = Chooser([sample.job.request.args for sample, _ in ready], self._device)
+        uniforms = np.array([sample.random.random() for sample, _ in ready])
+        tokens, logprobs = chooser(torch.stack([prompt.logits for _, prompt in ready]), uniforms)
+        started = {id(sample) for sample, _ in ready}
+        self._waiting = deque(sample for sample in self._waiting if id(sample) not in started)
+        for (sample, prompt), token, logprob in zip(ready, tokens.tolist(), logprobs.tolist(), strict=True):
+            if sample.wants_prompt_logprobs:
+                sample.job.prompt_logprobs = prompt.logprobs
+            if self._take(sample, token, logprob):
+                continue
+            longest = max((live.length - 1 for live in self._live), default=0)
+            self._slots.place(len(self._live), prompt.layers_kv, live=longest, most=self._max_rows)
+            self._live.append(sample)
+            self._started += 1
+            sample.started = self._started
+            self._batch = None
+
+    def _decode(self) -> None:
+        """One token for every live row."""
+        longest = max(sample.length for sample in self._live)
+        while len(self._live) > 1 and len(self._live) * SlotCache.columns(longest) > self._max_cache_tokens:
+            self._pause_youngest()
+            longest = max(sample.length for sample in self._live)
+        self._slots.reserve(len(self._live), longest)
+        batch = self._batch
+        if batch is None:
+            batch = self._batch = _Batch(self._live, self._device)
+        shortest = min(sample.length for sample in self._live)
+        self._slots.begin(batch.positions, shortest - 1, longest - 1)
+        mask = None if shortest == longest else self._masks(batch.positions, longest - 1)
+        self._hooks.apply(batch.groups)
+        logits = self._forward(batch.tokens, batch.positions[:, None], mask, self._slots)[:, -1]
+        uniforms = np.array([sample.random.random() for sample in self._live])
+        tokens, logprobs = batch.chooser(logits, uniforms)
+        batch.advance(tokens)
+        chosen = list(zip(list(self._live), tokens.tolist(), logprobs.tolist(), strict=True))
+        self._leave([sample for sample, token, logprob in chosen if self._take(sample, token, logprob)])
+
+    def _take(self, sample: Sample, token: int, logprob: float) -> bool:
+        """Record a token; True when the sample is over, by itself or because its request failed."""
+        job = sample.job
+        if self._jobs.get(job.request.id) is not job:
+            return True
+        if not np.isfinite(logprob):
+            self._fail(job, NonFinite("the model's logits are not finite", remedy="Sample from an earlier version."))
+            return True
+        if not sample.take(token, logprob):
+            return False
+        if (result := job.result()) is not None:
+            del self._jobs[job.request.id]
+            self._ended.append(result)
+        return True
+
+    def _leave(self, over: list[Sample]) -> None:
+        """Free rows; the last row moves into each gap, so that live rows stay the first ones."""
+        for sample in over:
+            if sample not in self._live:
+                continue
+            gap, last = self._live.index(sample), self._live.pop()
+            if last is not sample:
+                # All but the newest token of a live row have keys and values.
+                self._slots.move(len(self._live), gap, last.length - 1)
+                self._live[gap] = last
+            self._batch = None
+
+    def _pause_youngest(self) -> None:
+        youngest = max(self._live, key=lambda sample: sample.started)
+        self._leave([youngest])
+        youngest.pause()
+        self._waiting.appendleft(youngest)
+
+    def _drop(self, id: str) -> None:
+        job = self._jobs.pop(id)
+        self._waiting = deque(sample for sample in self._waiting if sample.job is not job)
+        self._leave([sample for sample in self._live if sample.job is job])
+
+    def _fail(self, job: Job, error: TinsmithError) -> None:
+        self._drop(job.request.id)
+        self._ended.append(Failed(job.request.id, error))
+
+    def _forward_prompt(
+        self,
+        tokens: torch.Tensor,
+        offset: int,
+        cache: Cache,
+        adapters: list[Adapter | None],
+        positions: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Logits [rows, 1, vocab] at one position per row, or [rows, n, vocab] at all. Padding is on the right, where
+        no valid token sees it, so transformers' own causal mask is right."""
+        self._hooks.apply(rows_of(adapters, self._device))
+        at = torch.arange(offset, offset + tokens.shape[1], device=self._device).expand(tokens.shape)
+        self._head_positions = positions
+        try:
+            return self._forward(tokens, at, None, cache)
+        finally:
+            self._head_positions = None
+
+    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, mask: Any, cache: Cache) -> torch.Tensor:
+        inputs = {self._cache_argument: cache, "attention_mask": mask, "position_ids": positions}
+        logits: torch.Tensor = self._model(input_ids=tokens, use_cache=True, **inputs).logits
+        return logits
+
+    def _select_positions(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> Any:
+        """Before the output head: keep one position per row, so that no logits are made of the others."""
+        if self._head_positions is None:
+            return None
+        hidden = inputs[0]
+        rows = torch.arange(hidden.shape[0], device=hidden.device)
+        return (hidden[rows, self._head_positions][:, None], *inputs[1:])
+
+
+class _Batch:
+    """The live rows as tensors; valid until a row joins or leaves."""
+
+    def __init__(self, samples: list[Sample], device: torch.device) -> None:
+        self.tokens = torch.tensor([[sample.tokens[-1]] for sample in samples], device=device)
+        self.positions = torch.tensor([sample.length - 1 for sample in samples], device=device)
+        self.chooser = Chooser([sample.job.request.args for sample in samples], device)
+        self.groups = rows_of([sample.job.adapter for sample in samples], device)
+
+    def advance(self, tokens: torch.Tensor) -> None:
+        """The chosen tokens int64 [rows] are the next inputs."""
+        self.tokens = tokens[:, None]
+        # A new tensor: the cache still refers to the old one.
+        self.positions = self.positions + 1
+
+
+def _end_tokens(model: Any) -> frozenset[int]:
+    """The model's own end tokens: those of its generation config, else of its config."""
+    for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
+        end = getattr(config, "eos_token_id", None)
+        if end is not None:
+            return frozenset([end] if isinstance(end, int) else end)
+    return frozenset()

@@ -1,0 +1,290 @@
+"""AdamW for one model: its own state, its own gradient norm, and a step that happens wholly or not at all.
+
+The update is torch.optim.AdamW's (decoupled weight decay, Loshchilov & Hutter; bias corrections from the betas of the
+current step), the clip is torch.nn.utils.clip_grad_norm_'s (factor min(1, max_norm / (norm + 1e-6))).
+
+Invariants:
+- everything new is computed beside the old and checked over all ranks before the first parameter is written, so no
+  weight or moment ever holds what a NaN, an infinity or an overflow produced;
+- every rank of the group takes the same decision, because it is made from the same gathered numbers;
+- state tensors are replaced, never written to: a state_dict stays what it was when later steps are taken.
+The price is memory while a step runs: about four times the trainable parameters that this rank holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tinsmith.bus.commands import OptimStepArgs
+from tinsmith.bus.errors import InvalidInput, NoGradients, NonFinite, UnsupportedModel
+
+CLIP_EPS = 1e-6
+"""Added to the norm in the clip's divisor, as torch's clip_grad_norm_ does."""
+_FIRST, _SECOND = "exp_avg.", "exp_avg_sq."
+_STEP, _SKIPPED = "step", "skipped_in_a_row"
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    """What a step would write: local tensors in the order of the parameters."""
+
+    parameters: list[Tensor]
+    first: list[Tensor]
+    second: list[Tensor]
+
+
+class AdamW:
+    """Optimizer of one model over its named trainable parameters (plain tensors, or DTensors sharded over a mesh).
+
+    A plain tensor is held alike by every rank; a DTensor's shards together are the parameter. Gradients are already
+    reduced over ranks and are never changed here; a parameter without one counts as having gradient 0.
+    `group` is the process group that holds all shards (None: this process holds all).
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], *, group: dist.ProcessGroup | None = None) -> None:
+        if not parameters:
+            raise UnsupportedModel("no parameter is trainable.", remedy="train at least one layer.")
+        for name, parameter in parameters.items():
+            if parameter.dtype not in (torch.float32, torch.float64):
+                raise UnsupportedModel(
+                    f"parameter {name!r} is {parameter.dtype}.",
+                    remedy="hold trainable parameters in float32; small updates are lost below that.",
+                )
+        # Sorted, so that sums over parameters have one order whatever order the model lists them in.
+        self._parameters = {name: parameters[name] for name in sorted(parameters)}
+        self._names = tuple(self._parameters)
+        self._group = group
+        self._counted_here = [_is_counted_here(parameter) for parameter in self._parameters.values()]
+        self._sharded = [_is_sharded(parameter) for parameter in self._parameters.values()]
+        self._first = [torch.zeros_like(local) for local in self._locals()]
+        self._second = [torch.zeros_like(local) for local in self._locals()]
+        self._step = 0
+        self._skipped_in_a_row = 0
+
+    @property
+    def steps(self) -> int:
+        """Steps taken; skipped ones don't count."""
+        return self._step
+
+    @torch.no_grad()
+    def step(self, args: OptimStepArgs) -> dict[str, float]:
+        """One step over the parameters' `.grad`; returns the command's columns.
+
+        grad_norm (before clipping), clip_coef (1: not clipped; 0: skipped), param_norm (after the step), update_norm
+        (of what was added to the parameters), learning_rate, step, skipped (0 or 1). Norms are global L2 norms, summed
+        in float64. Raises NoGradients, InvalidInput (an argument overflows the parameters' type), or NonFinite (as
+        `on_non_finite` and `abort_after` say); then nothing was changed.
+        """
+        if all(parameter.grad is None for parameter in self._parameters.values()):
+            raise NoGradients("there are no gradients to step with.", remedy="send forward_backward first.")
+        gradients = self._gradients()
+        largest = torch.finfo(gradients[0].dtype).max
+        if max(args.lr * args.weight_decay, args.lr / (1 - args.beta1 ** (self._step + 1)), args.eps) > largest:
+            raise InvalidInput(
+                f"lr {args.lr:g}, weight_decay {args.weight_decay:g} or eps {args.eps:g} overflows {gradients[0].dtype}.",
+                remedy="send a smaller one.",
+                field="lr",
+            )
+        (grad_norm,) = self._norms(gradients)
+        clip_coef = 1.0
+        if args.grad_clip_norm > 0:
+            clip_coef = min(1.0, args.grad_clip_norm / (grad_norm + CLIP_EPS))
+        if not math.isfinite(grad_norm):
+            return self._skip(args, grad_norm, f"the gradient norm is {grad_norm}")
+        if clip_coef < 1.0:
+            gradients = list(torch._foreach_mul(gradients, clip_coef))
+        # The norm bounds every element: below this no square overflows, which would freeze its parameter without a
+        # word, and the new moments, weighted means of finite values, are finite.
+        if grad_norm * clip_coef > math.sqrt(largest):
+            return self._skip(args, grad_norm, f"the gradient norm {grad_norm:g} squared overflows the second moment")
+        proposal = self._propose(gradients, args)
+        parameters = self._locals()
+        update = list(torch._foreach_sub(proposal.parameters, parameters))
+        param_norm, update_norm = self._norms(proposal.parameters, update)
+        if not math.isfinite(param_norm + update_norm):
+            return self._skip(args, grad_norm, f"the update is not finite (norm {update_norm})")
+        torch._foreach_copy_(parameters, proposal.parameters)
+        self._first, self._second = proposal.first, proposal.second
+        self._step += 1
+        self._skipped_in_a_row = 0
+        return self._columns(args, grad_norm, clip_coef, param_norm, update_norm, skipped=0)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Flat tensors for a checkpoint: exp_avg.NAME and exp_avg_sq.NAME (laid out like the parameter), step,
+        skipped_in_a_row. Later steps don't change them.
+        """
+        state: dict[str, Tensor] = {}
+        for prefix, tensors in ((_FIRST, self._first), (_SECOND, self._second)):
+            for name, local, parameter in zip(self._names, tensors, self._parameters.values(), strict=True):
+                state[prefix + name] = _like(local, parameter)
+        state[_STEP] = torch.tensor(self._step, dtype=torch.int64)
+        state[_SKIPPED] = torch.tensor(self._skipped_in_a_row, dtype=torch.int64)
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state_dict` gave, bit for bit; full plain tensors are cut to this rank's shards.
+
+        Raises InvalidInput that names the entry that is missing, unknown, or of another shape or type; then nothing was
+        changed.
+        """
+        wanted = {prefix + name for prefix in (_FIRST, _SECOND) for name in self._names} | {_STEP, _SKIPPED}
+        for name in sorted(wanted ^ set(state)):
+            what = "lacks" if name in wanted else "has the unknown entry"
+            raise InvalidInput(
+                f"the optimizer state {what} {name!r}.",
+                remedy="load the state of a model made the same way.",
+                field=name,
+            )
+        first, second = (
+            [_local_of(state[prefix + name], self._parameters[name], prefix + name) for name in self._names]
+            for prefix in (_FIRST, _SECOND)
+        )
+        self._first, self._second = first, second
+        self._step, self._skipped_in_a_row = int(state[_STEP].item()), int(state[_SKIPPED].item())
+
+    def _propose(self, gradients: list[Tensor], args: OptimStepArgs) -> _Proposal:
+        """torch.optim.AdamW's arithmetic in its order, out of place."""
+        step = self._step + 1
+        correction1, correction2 = 1 - args.beta1**step, 1 - args.beta2**step
+        first = torch._foreach_lerp(self._first, gradients, 1 - args.beta1)
+        second = torch._foreach_mul(self._second, args.beta2)
+        torch._foreach_addcmul_(second, gradients, gradients, 1 - args.beta2)
+        divisor = torch._foreach_sqrt(second)
+        torch._foreach_div_(divisor, math.sqrt(correction2))
+        torch._foreach_add_(divisor, args.eps)
+        parameters = torch._foreach_mul(self._locals(), 1 - args.lr * args.weight_decay)
+        torch._foreach_addcdiv_(parameters, first, divisor, -args.lr / correction1)
+        return _Proposal(list(parameters), list(first), list(second))
+
+    def _skip(self, args: OptimStepArgs, grad_norm: float, why: str) -> dict[str, float]:
+        """Nothing is changed but the count of skips in a row; raises NonFinite unless a skip is what was asked for."""
+        if args.on_non_finite == "fail":
+            raise NonFinite(
+                f"{why}; nothing was changed.",
+                remedy="look at the last batches' losses; on_non_finite='skip' leaves such steps out.",
+            )
+        in_a_row = self._skipped_in_a_row + 1
+        if args.abort_after is not None and in_a_row >= args.abort_after:
+            raise NonFinite(
+                f"{why}, in {in_a_row} steps in a row; nothing was changed.",
+                remedy="load an earlier checkpoint, or lower the learning rate.",
+            )
+        self._skipped_in_a_row = in_a_row
+        (param_norm,) = self._norms(self._locals())
+        return self._columns(args, grad_norm, 0.0, param_norm, 0.0, skipped=1)
+
+    def _columns(
+        self,
+        args: OptimStepArgs,
+        grad_norm: float,
+        clip_coef: float,
+        param_norm: float,
+        update_norm: float,
+        *,
+        skipped: int,
+    ) -> dict[str, float]:
+        return {
+            "grad_norm": grad_norm,
+            "clip_coef": clip_coef,
+            "param_norm": param_norm,
+            "update_norm": update_norm,
+            "learning_rate": args.lr,
+            "step": float(self._step),
+            "skipped": float(skipped),
+        }
+
+    def _norms(self, *lists: list[Tensor]) -> list[float]:
+        """The global norm of each list of local tensors (each in the parameters' order).
+
+        One exchange: squares in float64 [lists, parameters], gathered from all ranks, summed by rank and by parameter.
+        """
+        norms = [torch.stack(list(torch._foreach_norm(tensors, 2, dtype=torch.float64))) for tensors in lists]
+        squares = torch.stack(norms).square()
+        if self._group is not None and any(self._sharded):
+            mine = torch.where(torch.tensor(self._counted_here, device=squares.device), squares, 0.0)
+            ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+            dist.all_gather(ranks, mine, group=self._group)
+            # A plain tensor is held alike by every rank and counted once, from here.
+            squares = torch.where(
+                torch.tensor(self._sharded, device=squares.device), torch.stack(ranks).sum(0), squares
+            )
+        return [math.sqrt(value) for value in squares.sum(1).tolist()]
+
+    def _locals(self) -> list[Tensor]:
+        return [_local(parameter.detach()) for parameter in self._parameters.values()]
+
+    def _gradients(self) -> list[Tensor]:
+        gradients: list[Tensor] = []
+        for parameter in self._parameters.values():
+            gradient = parameter.grad
+            if gradient is None:
+                gradients.append(torch.zeros_like(_local(parameter.detach())))
+            elif isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+                gradients.append(gradient.redistribute(placements=parameter.placements).to_local())
+            else:
+                gradients.append(gradient.detach())
+        return gradients
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and not all(item.is_replicate() for item in parameter.placements)
+
+
+def _is_counted_here(parameter: Tensor) -> bool:
+    """Whether this rank's shard enters a sum over ranks: of the copies along replicated mesh dimensions, the first."""
+    if not isinstance(parameter, DTensor):
+        return True
+    place = parameter.device_mesh.get_coordinate()
+    if place is None:
+        return False
+    return all(at == 0 for at, item in zip(place, parameter.placements, strict=True) if item.is_replicate())
+
+
+def _like(local: Tensor, parameter: Tensor) -> Tensor:
+    """The local tensor as a DTensor laid out like the parameter; itself where the parameter is plain."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _local_of(given: Tensor, parameter: Tensor, name: str) -> Tensor:
+    """This rank's part of a state tensor, on the parameter's device; raises InvalidInput for another shape or type."""
+    if given.shape != parameter.shape or given.dtype != parameter.dtype:
+        raise InvalidInput(
+            f"the optimizer state {name!r} is {given.dtype} {list(given.shape)}, the parameter {parameter.dtype} "
+            f"{list(parameter.shape)}.",
+            remedy="load the state of a model made the same way.",
+            field=name,
+        )
+    if not isinstance(parameter, DTensor):
+        return (given.full_tensor() if isinstance(given, DTensor) else given).to(parameter.device, copy=True)
+    if isinstance(given, DTensor):
+        return given.redistribute(parameter.device_mesh, parameter.placements).to_local().clone()
+    # Every rank has the full tensor: cut it here, without an exchange.
+    full = given.to(parameter.device)
+    shard = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return shard.to_local().clone()

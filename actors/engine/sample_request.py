@@ -1,0 +1,205 @@
+"""What is asked of the generator and what it answers, with the state of each sample between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tinsmith.actors.engine.sampling import uniform_stream
+from tinsmith.actors.engine.stop import StopReason, StopRule
+from tinsmith.actors.engine.versions import BASE, Adapter
+from tinsmith.bus.commands import SampleArgs
+from tinsmith.bus.errors import InvalidInput, SequenceTooLong, TinsmithError
+
+Tokens = npt.NDArray[np.int32]
+LogProbs = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """Continue `prompt` int32 [n] as `args` say, with the weights of `version` (a key of the generator's versions).
+
+    `args.version` is the name that the client gave; `version` is what the owner made of it.
+    """
+
+    id: str
+    prompt: Tokens
+    args: SampleArgs
+    version: str = BASE
+
+
+@dataclass(frozen=True)
+class SampledSequence:
+    """One continuation: tokens int32 [m] with the stop token, log-probs float32 [m] of the distribution sampled from
+    (after temperature, before top-k and top-p), and the text before the stop token or stop string."""
+
+    tokens: Tokens
+    logprobs: LogProbs
+    stop_reason: StopReason
+    text: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """All samples of a request. prompt_logprobs: float32 [n] at temperature 1, NaN first; None when not asked for.
+
+    cached_tokens: prompt tokens that an earlier request with the same prompt had computed already.
+    """
+
+    id: str
+    sequences: tuple[SampledSequence, ...]
+    prompt_logprobs: LogProbs | None
+    version: str
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A request that ended with an error; the others are not affected."""
+
+    id: str
+    error: TinsmithError
+
+
+@dataclass(eq=False)
+class Job:
+    """A request under way: its samples' results by index."""
+
+    request: SampleRequest
+    adapter: Adapter | None = None
+    loaded: bool = False
+    cached_tokens: int | None = None
+    prompt_logprobs: LogProbs | None = None
+    done: dict[int, SampledSequence] = field(default_factory=dict)
+
+    def result(self) -> Finished | None:
+        """The answer once every sample has ended."""
+        n = self.request.args.n
+        if len(self.done) < n:
+            return None
+        sequences = tuple(self.done[i] for i in range(n))
+        return Finished(
+            self.request.id, sequences, self.prompt_logprobs, self.request.version, self.cached_tokens or 0
+        )
+
+
+PromptKey = tuple[str, bytes]
+"""Version and token bytes of a prompt: what may share one prefill."""
+
+
+@dataclass(eq=False)
+class Sample:
+    """One continuation in the making. Its uniform numbers and stop state live here, so that it can pause and resume."""
+
+    job: Job
+    index: int
+    rule: StopRule
+    random: np.random.Generator
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    started: int = -1
+    """Order in which it got its row."""
+
+    @property
+    def length(self) -> int:
+        """Prompt and continuation so far, tokens."""
+        return len(self.job.request.prompt) + len(self.tokens)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether its prefill must give log-probs of the prompt."""
+        return self.job.request.args.prompt_logprobs and self.job.prompt_logprobs is None
+
+    @cached_property
+    def context(self) -> Tokens:
+        """The tokens to prefill: the prompt, and after a pause what was sampled before it."""
+        return np.concatenate([self.job.request.prompt, np.asarray(self.tokens, dtype=np.int32)])
+
+    @cached_property
+    def key(self) -> PromptKey:
+        """What its prefill is found by."""
+        return self.job.request.version, self.context.tobytes()
+
+    def pause(self) -> None:
+        """Back to the queue: its context is now longer than when it began."""
+        del self.context, self.key
+
+    def take(self, token: int, logprob: float) -> bool:
+        """Append a token; True when it was the last."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        reason = self.rule.after(token)
+        if reason is None:
+            return False
+        self.job.done[self.index] = SampledSequence(
+            np.asarray(self.tokens, dtype=np.int32),
+            np.asarray(self.logprobs, dtype=np.float32),
+            reason,
+            self.rule.text(self.tokens),
+        )
+        return True
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request is checked against."""
+
+    context: int
+    vocab_size: int
+    end_tokens: frozenset[int]
+    tokenizer: Any
+
+    def open(self, request: SampleRequest) -> list[Sample]:
+        """The samples of a valid request.
+
+        Raises SequenceTooLong when prompt and max_tokens exceed the context, InvalidInput for an empty prompt, a token
+        outside the vocabulary, or stop strings that can't be looked for.
+        """
+        args = request.args
+        prompt = np.asarray(request.prompt)
+        if prompt.ndim != 1 or prompt.size == 0 or not np.issubdtype(prompt.dtype, np.integer):
+            raise InvalidInput("the prompt must be a list of tokens", remedy="Send at least one token.", field="prompt")
+        self._in_vocabulary(prompt, "prompt")
+        if prompt.size + args.max_tokens > self.context:
+            raise SequenceTooLong(
+                f"{prompt.size} prompt tokens and max_tokens {args.max_tokens} are {prompt.size + args.max_tokens} "
+                f"tokens; the limit is {self.context}",
+                remedy="Shorten the prompt or lower max_tokens.",
+                field="max_tokens",
+            )
+        if args.stop_tokens:
+            self._in_vocabulary(np.asarray(args.stop_tokens), "stop_tokens")
+        if args.stop_strings and self.tokenizer is None:
+            raise InvalidInput(
+                "this model has no tokenizer to look for stop strings with",
+                remedy="Use stop_tokens.",
+                field="stop_strings",
+            )
+        if "" in args.stop_strings:
+            raise InvalidInput("a stop string is empty", remedy="Leave it out.", field="stop_strings")
+        stop_tokens = self.end_tokens if args.stop_tokens is None else frozenset(args.stop_tokens)
+        tail = [int(token) for token in prompt[-8:]]
+        job = Job(SampleRequest(request.id, prompt.astype(np.int32), args, request.version))
+        rule: Callable[[], StopRule] = lambda: StopRule(  # noqa: E731
+            self.tokenizer,
+            tail,
+            stop_tokens=stop_tokens,
+            stop_strings=args.stop_strings,
+            max_tokens=args.max_tokens,
+        )
+        return [Sample(job, i, rule(), uniform_stream(args.seed, i)) for i in range(args.n)]
+
+    def _in_vocabulary(self, tokens: npt.NDArray[Any], name: str) -> None:
+        wrong = np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))
+        if wrong.size:
+            raise InvalidInput(
+                f"token {int(tokens[wrong[0]])} at position {int(wrong[0])} is outside the vocabulary of "
+                f"{self.vocab_size} tokens",
+                remedy="Use the tokenizer of this model.",
+                field=name,
+            )

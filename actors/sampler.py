@@ -1,0 +1,167 @@
+"""One inference replica: an async Ray actor whose single engine thread generates for all requests at once.
+
+The actor's event loop takes and returns requests; the thread alone touches torch. A request joins the running batch at
+the next token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinsmith.actors.options import ServiceOptions
+from tinsmith.bus.codec import decode, encode, pack_ragged
+from tinsmith.bus.commands import SampleArgs, parse_args
+from tinsmith.bus.envelope import Kind
+from tinsmith.bus.errors import CommandFailed, InvalidInput, TinsmithError, UnknownVersion
+
+if TYPE_CHECKING:
+    from tinsmith.actors.engine.generate import Generator
+    from tinsmith.actors.engine.sample_request import Finished
+
+Sampled = tuple[dict[str, Any], bytes]
+"""(the event's result, the body: tokens and log-probs as the envelope's page describes them)."""
+
+
+class SamplerReplica:
+    """Holds the base model whole, and published versions as adapters over it."""
+
+    def __init__(self, options: ServiceOptions) -> None:
+        self._options = options
+        self._wake = threading.Condition()
+        self._arrived: list[tuple[str, SampleArgs, Any, Future[Sampled]]] = []
+        self._waiting: dict[str, tuple[Generator, SampleArgs, Future[Sampled]]] = {}
+        self._generators: dict[str, Generator] = {}
+        self._thread: threading.Thread | None = None
+
+    async def load(self) -> dict[str, Any]:
+        """Load the base and start the engine thread. Raises NotAModel."""
+        await asyncio.to_thread(self._load)
+        self._thread = threading.Thread(target=self._run, name="sampler-engine", daemon=True)
+        self._thread.start()
+        return {"pid": os.getpid()}
+
+    async def sample(self, command: str, args: dict[str, Any], body: bytes) -> Sampled | dict[str, Any]:
+        """Sample as `args` (SampleArgs) says after the prompt in `body`; a refusal comes back as TinsmithError.to_wire."""
+        try:
+            checked = parse_args(Kind.SAMPLE, args)
+            content = decode(body) if body else {}
+            if not isinstance(content, dict) or "prompt" not in content:
+                raise InvalidInput("the body has no prompt", remedy="Send {'prompt': int32 array}.", field="prompt")
+            future: Future[Sampled] = Future()
+            with self._wake:
+                self._arrived.append((command, checked, content["prompt"], future))
+                self._wake.notify()
+            return await asyncio.wrap_future(future)
+        except TinsmithError as error:
+            return error.at(command=command).to_wire()
+
+    async def load_average(self) -> int:
+        """Requests not answered yet."""
+        return len(self._waiting) + len(self._arrived)
+
+    def _load(self) -> None:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        import torch
+
+        torch.set_num_threads(self._options.sampler_threads)
+        self._generators["base"] = self._generator(Path(self._options.model_path))
+
+    def _generator(self, path: Path) -> Generator:
+        import torch
+
+        from tinsmith.actors.engine.base import has_tokenizer, load_base, load_tokenizer
+        from tinsmith.actors.engine.generate import Generator
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        tokenizer = Path(self._options.model_path)
+        return Generator(
+            load_base(path, name=self._options.alias).module.to(device),
+            load_tokenizer(tokenizer) if has_tokenizer(tokenizer) else None,
+            locate=self._options.version_dir,
+            max_rows=self._options.sampler_rows,
+        )
+
+    def _run(self) -> None:
+        """The engine thread: admit what arrived, advance every generator by one token, answer what is finished."""
+        while True:
+            with self._wake:
+                while not self._arrived and not any(g.busy for g in self._generators.values()):
+                    self._wake.wait()
+                arrived, self._arrived = self._arrived, []
+            for command, args, prompt, future in arrived:
+                self._admit(command, args, prompt, future)
+            for generator in list(self._generators.values()):
+                if generator.busy:
+                    self._advance(generator)
+
+    def _admit(self, command: str, args: SampleArgs, prompt: Any, future: Future[Sampled]) -> None:
+        from tinsmith.actors.engine.sample_request import SampleRequest
+
+        try:
+            generator, version = self._serving(args.version)
+            generator.submit(SampleRequest(command, prompt, args, version))
+            self._waiting[command] = (generator, args, future)
+        except TinsmithError as error:
+            future.set_exception(error)
+        except Exception as error:
+            future.set_exception(CommandFailed(f"{type(error).__name__}: {error}", remedy="See the sampler's log."))
+
+    def _serving(self, version: str) -> tuple[Generator, str]:
+        """Who generates for a version: the base with its adapters, or the version's own whole model."""
+        from tinsmith.actors.engine.versions import is_adapter
+
+        if version == "base":
+            return self._generators["base"], version
+        path = self._options.version_dir(version)
+        if not path.is_dir():
+            raise UnknownVersion(
+                f"there is no version {version!r}", remedy="Name one that publish returned, or 'base'.", field="version"
+            )
+        if is_adapter(path):
+            return self._generators["base"], version
+        if version not in self._generators:
+            for idle in [key for key, g in self._generators.items() if key != "base" and not g.busy]:
+                del self._generators[idle]
+            self._generators[version] = self._generator(path)
+        return self._generators[version], "base"
+
+    def _advance(self, generator: Generator) -> None:
+        from tinsmith.actors.engine.sample_request import Finished
+
+        try:
+            finished = generator.step()
+        except Exception as error:
+            # The batch as a whole is broken: every request in it fails, the replica goes on with an empty one.
+            failure = CommandFailed(f"{type(error).__name__}: {error}", remedy="See the sampler's log.")
+            for command, (of, _, future) in list(self._waiting.items()):
+                if of is generator:
+                    generator.cancel(command)
+                    del self._waiting[command]
+                    future.set_exception(failure)
+            return
+        for done in finished:
+            _, args, future = self._waiting.pop(done.id)
+            if isinstance(done, Finished):
+                future.set_result(self._answer(args, done))
+            else:
+                future.set_exception(done.error)
+
+    def _answer(self, args: SampleArgs, done: Finished) -> Sampled:
+        body: dict[str, Any] = {
+            "tokens": pack_ragged([sequence.tokens for sequence in done.sequences]),
+            "logprobs": pack_ragged([sequence.logprobs for sequence in done.sequences]),
+        }
+        if done.prompt_logprobs is not None:
+            body["prompt_logprobs"] = done.prompt_logprobs
+        result = {
+            "version": args.version,
+            "stop_reasons": [sequence.stop_reason for sequence in done.sequences],
+            "texts": [sequence.text for sequence in done.sequences],
+            "sampled_tokens": sum(len(sequence.tokens) for sequence in done.sequences),
+        }
+        return result, encode(body)

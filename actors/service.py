@@ -1,0 +1,96 @@
+"""Start and stop one service on a Ray cluster: the way from options to a coordinator that takes commands."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from tinsmith.actors.coordinator import Coordinator
+from tinsmith.actors.options import ServiceOptions
+from tinsmith.actors.pool import CPU_SHARE
+from tinsmith.bus.errors import StartupError, TinsmithError
+
+POLL_SECONDS = 0.2
+
+
+def start_ray(address: str | None) -> bool:
+    """Join the Ray cluster at `address`, or start one on this machine; returns whether it was started here."""
+    # Read by gloo and OpenMP in the ranks, which inherit them from a Ray that is started here.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Ray's workers would otherwise yield to every other program on the machine.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    common: dict[str, Any] = {"logging_level": "error", "log_to_driver": False, "namespace": "tinsmith"}
+    if address is not None:
+        try:
+            ray.init(address=address, **common)
+        except ConnectionError as error:
+            raise StartupError(
+                f"no Ray cluster answers at {address!r}: {error}", remedy="Start it, or leave --ray out."
+            )
+        return False
+    # The path of Ray's sockets must stay below about 100 bytes, so its folder can't lie in the state directory.
+    folder = Path(tempfile.gettempdir()) / f"ts-ray-{os.getuid()}"
+    ray.init(address="local", include_dashboard=False, _temp_dir=str(folder), **common)
+    return True
+
+
+def stop_ray() -> None:
+    """Leave the cluster; one that was started here ends."""
+    ray.shutdown()
+
+
+async def start_service(options: ServiceOptions, progress: Callable[[str], None]) -> tuple[Any, dict[str, Any]]:
+    """A coordinator that takes commands, and the facts of its base model. `progress` hears each new phase.
+
+    Raises the typed cause when it can't start; nothing is left running then.
+    """
+    await stop_service(options)
+    actor = ray.remote(Coordinator)
+    coordinator = actor.options(
+        name="coordinator",
+        namespace=options.service,
+        lifetime="detached",
+        num_cpus=CPU_SHARE,
+        max_restarts=-1,
+        max_concurrency=1000,
+    ).remote(options)
+    ready = asyncio.wrap_future(coordinator.ready.remote().future())
+    seen = ""
+    try:
+        while True:
+            done, _ = await asyncio.wait({ready}, timeout=POLL_SECONDS)
+            if done:
+                return coordinator, ready.result()
+            phase = await coordinator.phase.remote()
+            if phase != seen:
+                progress(phase)
+                seen = phase
+    except BaseException as error:
+        await stop_service(options)
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, TinsmithError):
+            raise cause from None
+        if isinstance(error, ray.exceptions.RayError):
+            raise StartupError(f"the coordinator failed: {error}") from error
+        raise
+
+
+async def stop_service(options: ServiceOptions) -> None:
+    """End a service's coordinator, ranks and samplers, if there are any."""
+    try:
+        coordinator = ray.get_actor("coordinator", namespace=options.service)
+    except ValueError:
+        return
+    try:
+        await asyncio.wait_for(coordinator.stop.remote(), 8.0)
+    except (TimeoutError, ray.exceptions.RayError):
+        # It does not answer: what it held is taken down without it.
+        pass
+    ray.kill(coordinator, no_restart=True)

@@ -1,0 +1,139 @@
+"""The command line `tinsmith`. Each subcommand imports what it needs when it runs: `tinsmith metrics` needs no Ray."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+from tinsmith.api import serve as serving
+from tinsmith.bus.errors import Gap, TinsmithError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand; returns its exit code. A typed error is printed with its remedy, and the code is 1."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except TinsmithError as error:
+        print(f"tinsmith: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tinsmith", description="A training service for LLM post-training.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="hold a model and take commands")
+    serving.add_arguments(serve)
+    serve.set_defaults(run=serving.serve)
+
+    demo = commands.add_parser("demo", help="train a small model by reinforcement, start to end")
+    demo.add_argument("--model", choices=["smollm2", "tiny"], default="smollm2")
+    demo.add_argument("--steps", type=int, default=None, help="RL steps (default: what the model needs)")
+    demo.add_argument("--out", type=Path, default=Path("demo.png"), help="the picture of the curves (default demo.png)")
+    demo.set_defaults(run=_demo)
+
+    status = commands.add_parser("status", help="what the service is doing")
+    _address(status)
+    status.set_defaults(run=lambda args: asyncio.run(_status(args)))
+
+    watch = commands.add_parser("watch", help="events as they come, one line each")
+    _address(watch)
+    watch.add_argument("--since", default="$", help="$ from now on (default), 0 from the beginning")
+    watch.add_argument("--models", nargs="*", default=None, help="only these models")
+    watch.add_argument("--count", type=int, default=None, help="end after so many events")
+    watch.set_defaults(run=lambda args: asyncio.run(_watch(args)))
+
+    metrics = commands.add_parser("metrics", help="the catalogue of metrics")
+    metrics.add_argument("--overlay", action="append", default=[], metavar="TOML", help="with this overlay applied")
+    metrics.add_argument("--columns", action="store_true", help="the workers' columns, and which metrics use them")
+    metrics.add_argument("--losses", action="append", default=[], metavar="MODULE", help="with this module's losses")
+    metrics.set_defaults(run=_metrics)
+
+    bench = commands.add_parser("bench", help="measure this machine, side by side in one run")
+    bench.add_argument("names", nargs="*", help="which benchmarks (default: all)")
+    bench.set_defaults(run=_bench)
+    return parser
+
+
+def _address(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=None, help="redis:// or unix:// URL, or a state folder (default: $REDIS_URL)")
+    parser.add_argument("--bus", default="tinsmith", help="name of the bus")
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from tinsmith.ops.demo import main as demo
+
+    return demo(args)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from tinsmith.ops.bench import main as bench
+
+    return bench(args.names)
+
+
+def _metrics(args: argparse.Namespace) -> int:
+    from tinsmith.actors.metrics import Catalogue
+    from tinsmith.actors.metrics.table import as_markdown, columns
+
+    catalogue = Catalogue.load([Path(overlay) for overlay in args.overlay])
+    if not args.columns:
+        print(as_markdown(catalogue))
+        return 0
+    from tinsmith.actors.engine.losses import load_losses
+
+    for use in columns(catalogue, load_losses(*args.losses).columns()):
+        print(f"{use.column:24} {', '.join(use.keys) or '(no metric uses it)'}")
+    return 0
+
+
+async def _status(args: argparse.Namespace) -> int:
+    from tinsmith.api import connect
+
+    async with connect(args.url, bus=args.bus) as client:
+        status = await client.status()
+    if status is None:
+        print("the bus answers, but no service runs on it", file=sys.stderr)
+        return 1
+    _print_tree(status)
+    return 0
+
+
+def _print_tree(tree: dict[str, Any], depth: int = 0) -> None:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            print(f"{'  ' * depth}{key}:")
+            _print_tree(value, depth + 1)
+        else:
+            print(f"{'  ' * depth}{key}: {value}")
+
+
+async def _watch(args: argparse.Namespace) -> int:
+    from tinsmith.api import connect
+
+    left = args.count
+    async with connect(args.url, bus=args.bus) as client:
+        async for seen in client.events(args.models, since=args.since):
+            if isinstance(seen, Gap):
+                print(f"gap    {seen}", flush=True)
+                continue
+            event = seen.event
+            told = " ".join(f"{key}={value:.6g}" for key, value in event.metrics.items())
+            outcome = "ok" if event.ok else f"error {TinsmithError.from_wire(event.error or {})}"
+            run = event.timing.get("run", 0.0)
+            print(f"{seen.id} {event.model} seq={event.seq} {event.kind.value} {outcome} {run:.3f}s {told}", flush=True)
+            if left is not None:
+                left -= 1
+                if left <= 0:
+                    return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

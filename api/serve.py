@@ -1,0 +1,125 @@
+"""`tinsmith serve`: bring up the bus, Ray and the service, say `ready`, and end cleanly on Ctrl-C or SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from tinsmith.api.address import URL_FILE, default_state
+from tinsmith.bus.embedded import EmbeddedServer
+from tinsmith.bus.errors import NotAModel, StartupError
+from tinsmith.bus.selftest import self_test
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `tinsmith serve`."""
+    parser.add_argument(
+        "--model", required=True, help="folder of a causal LM (config.json and safetensors), or a .gguf"
+    )
+    parser.add_argument("--alias", help="name by which clients ask for it (default: the folder's name)")
+    parser.add_argument("--ranks", type=int, default=2, help="trainer ranks that share the model (default 2)")
+    parser.add_argument("--samplers", type=int, default=1, help="sampler replicas (default 1)")
+    parser.add_argument("--state", type=Path, default=None, help="folder for the bus's log, snapshots and checkpoints")
+    parser.add_argument(
+        "--redis", default=None, help="redis:// URL of a server of yours (default: $REDIS_URL, or embedded)"
+    )
+    parser.add_argument("--bus", default="tinsmith", help="name of the bus, to keep services on one server apart")
+    parser.add_argument("--ray", default=None, help="address of a Ray cluster (default: $RAY_ADDRESS, or a local one)")
+    parser.add_argument("--token-budget", type=int, default=4096, help="padded tokens a micro-batch (default 4096)")
+    parser.add_argument("--sampler-threads", type=int, default=None, help="threads of a sampler (default: its share)")
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="less memory for more compute")
+    parser.add_argument("--losses", action="append", default=[], metavar="MODULE", help="module that registers losses")
+    parser.add_argument(
+        "--metrics", action="append", default=[], metavar="TOML", help="overlay over the metric catalogue"
+    )
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Run until a signal; returns the exit code. Raises StartupError and its kin before `ready`."""
+    model = Path(args.model).expanduser().resolve()
+    if not model.exists():
+        raise NotAModel(
+            f"{model} does not exist", remedy="Name a folder with config.json and *.safetensors, or a .gguf."
+        )
+    state = Path(args.state if args.state is not None else default_state()).expanduser().resolve()
+    state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    redis = args.redis or os.environ.get("REDIS_URL")
+    server = None if redis else EmbeddedServer()
+    _say("starting the bus")
+    url = redis or EmbeddedServer.start(server, state)  # type: ignore[arg-type]
+    try:
+        return asyncio.run(_serve(args, model, state, url))
+    finally:
+        (state / URL_FILE).unlink(missing_ok=True)
+        if server is not None:
+            server.stop()
+
+
+async def _serve(args: argparse.Namespace, model: Path, state: Path, url: str) -> int:
+    stop = asyncio.Event()
+    _heed_signals(stop)
+    info = await self_test(url)
+    _say(f"bus: {info.server} {info.version}, appendfsync {info.appendfsync or 'off'}, at {url}")
+    _say("starting Ray")
+    # Ray is slow to import; nothing before this line needs it.
+    from tinsmith.actors.options import ServiceOptions
+    from tinsmith.actors.service import start_ray, start_service, stop_ray, stop_service
+
+    try:
+        options = ServiceOptions(
+            model_path=str(model),
+            alias=args.alias or model.stem,
+            state_dir=str(state),
+            bus_url=url,
+            bus=args.bus,
+            ranks=args.ranks,
+            samplers=args.samplers,
+            token_budget=args.token_budget,
+            sampler_threads=args.sampler_threads or max(1, (os.cpu_count() or 1) // max(1, args.samplers)),
+            gradient_checkpointing=args.gradient_checkpointing,
+            losses=tuple(args.losses),
+            metrics=tuple(str(Path(overlay).resolve()) for overlay in args.metrics),
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise StartupError(f"--{'.'.join(map(str, first['loc'])).replace('_', '-')}: {first['msg']}") from None
+    await asyncio.to_thread(start_ray, args.ray or os.environ.get("RAY_ADDRESS"))
+    # Again: Ray has just installed handlers of its own.
+    _heed_signals(stop)
+    try:
+        starting = asyncio.create_task(start_service(options, _say))
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            return 130
+        _, facts = starting.result()
+        (state / URL_FILE).write_text(url)
+        print(
+            f"ready {options.alias}: {facts['architecture']}, {facts['parameters'] / 1e6:.1f} M parameters, "
+            f"context {facts['context']}, {facts['ranks']} ranks on {facts['device']}, {options.samplers} samplers, "
+            f"bus {url}",
+            flush=True,
+        )
+        await stopping
+        _say("stopping")
+        await stop_service(options)
+    finally:
+        await asyncio.to_thread(stop_ray)
+    return 0
+
+
+def _heed_signals(stop: asyncio.Event) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,226 @@
+"""Inbox: one reader a process that resolves the futures of all its commands.
+
+Invariants: a result is never missed: on each new connection the state of every command that is waited for is read
+before reading goes on; the body of a result goes from the bus only after its waiter has it; the reply stream holds
+what was not read yet, nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tinsmith.bus.blobs import get_blob
+from tinsmith.bus.consumer import fields_of
+from tinsmith.bus.envelope import Command, Event, new_id
+from tinsmith.bus.errors import BusError, BusLost, BusUnreachable, DeadlineExceeded, ProtocolError, UnknownCommand
+from tinsmith.bus.headers import unpack_event
+from tinsmith.bus.producer import Producer, Submitted, check_reader
+from tinsmith.bus.session import Session
+
+BLOCK_MS = 1000
+"""How long one read waits; also how soon lost data shows."""
+
+Result = tuple[Event, bytes]
+
+
+class Inbox:
+    """Waits for results. Use as an async context manager, or call `start` and `close`."""
+
+    def __init__(self, session: Session, producer: Producer, name: str | None = None) -> None:
+        self.name = check_reader(name) or new_id()
+        self._session = session
+        self._producer = producer
+        self._wire = session.new_wire()
+        self._waiting: dict[str, asyncio.Future[Result]] = {}
+        self._accepted: set[str] = set()
+        self._jobs: set[asyncio.Task[Any]] = set()
+        self._reader: asyncio.Task[None] | None = None
+
+    async def start(self) -> Inbox:
+        """Begin to read; returns self."""
+        if self._reader is None:
+            self._reader = asyncio.create_task(self._read(), name="tinsmith-inbox")
+        return self
+
+    async def close(self) -> None:
+        """Stop reading; whoever still waits gets BusUnreachable (results stay on the bus)."""
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.wait([self._reader])
+        for job in list(self._jobs):
+            job.cancel()
+        if self._jobs:
+            await asyncio.wait(self._jobs)
+        await self._session.close_wire(self._wire)
+        self._fail_all(BusUnreachable("this inbox was closed", remedy="Ask for the result with the command id."))
+
+    async def drained(self) -> None:
+        """Return when what was delivered so far is cleaned up on the bus."""
+        while self._jobs:
+            await asyncio.wait(self._jobs)
+
+    async def __aenter__(self) -> Inbox:
+        return await self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def submit(self, command: Command, body: bytes = b"", *, deadline: float | None = None) -> Submitted:
+        """Submit a command whose result comes to this inbox; then `wait` for its id. Errors as Producer.submit."""
+        await self.start()
+        future = self._expect(command.id)
+        try:
+            submitted = await self._producer.submit(command, body, reply_to=self.name, deadline=deadline)
+        except BusError as error:
+            if not isinstance(error, BusUnreachable) and not future.done():
+                self._waiting.pop(command.id, None)
+            raise
+        self._accepted.add(command.id)
+        if submitted.state == "done":
+            self._spawn(self._ask([command.id]))
+        return submitted
+
+    async def wait(self, command_id: str, deadline: float | None = None) -> Result:
+        """The event and body of a command, whoever submitted it. `deadline` in seconds; None waits for ever.
+
+        An event with ok false is returned, not raised. Raises DeadlineExceeded (the command goes on, waiting again is
+        fine), UnknownCommand, BusLost.
+        """
+        await self.start()
+        future = self._waiting.get(command_id)
+        if future is None:
+            future = self._expect(command_id)
+            self._accepted.add(command_id)
+            self._spawn(self._ask([command_id]))
+        try:
+            async with asyncio.timeout(deadline):
+                return await asyncio.shield(future)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"no result within {deadline:g} s", remedy="Wait again with the same command id.", command=command_id
+            ) from None
+
+    async def call(self, command: Command, body: bytes = b"", *, deadline: float | None = None) -> Result:
+        """Submit and wait."""
+        future = self._expect(command.id)
+        await self.submit(command, body)
+        try:
+            async with asyncio.timeout(deadline):
+                return await asyncio.shield(future)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"no result within {deadline:g} s", remedy="Wait with the same command id.", command=command.id
+            ) from None
+
+    def _expect(self, command_id: str) -> asyncio.Future[Result]:
+        if self._session.lost is not None:
+            raise self._session.lost
+        future = self._waiting.get(command_id)
+        if future is None:
+            future = self._waiting[command_id] = asyncio.get_running_loop().create_future()
+        return future
+
+    async def _read(self) -> None:
+        session, key = self._session, self._session.keys.inbox(self.name)
+        last, connects = "0-0", self._wire.connects
+        while True:
+            try:
+                command = ("XREAD", "COUNT", 256, "BLOCK", BLOCK_MS, "STREAMS", key, last)
+                reply = await session.block(self._wire, BLOCK_MS, *command)
+                if connects != self._wire.connects:
+                    connects = self._wire.connects
+                    await self._ask(list(self._waiting))
+                if not reply:
+                    await session.check_life()
+                    continue
+                entries = reply[0][1]
+                last = entries[-1][0].decode()
+                for entry in entries:
+                    await self._deliver(fields_of(entry))
+                self._spawn(session.call(("XDEL", key, *(entry[0] for entry in entries))))
+            except BusLost as error:
+                self._fail_all(error)
+                return
+            except BusUnreachable:
+                continue  # Waiters have deadlines of their own; the next connection asks for every one of them.
+
+    async def _deliver(self, fields: dict[str, bytes]) -> None:
+        command_id = fields["id"].decode()
+        if command_id not in self._waiting:
+            return
+        if "body" not in fields:
+            # Too large for the stream: fetched apart, so that it does not hold up the others.
+            self._spawn(self._ask([command_id]))
+            return
+        event = unpack_event(fields["header"], int(fields["n"]), int(fields["seq"]))
+        self._resolve(command_id, event, fields["body"])
+
+    async def _ask(self, ids: list[str]) -> None:
+        """Read the state of commands that are waited for, and resolve those that are done."""
+        session = self._session
+        runs = [("attach", [session.keys.record(command_id)], [self.name]) for command_id in ids]
+        replies = await session.scripts(runs) if runs else []
+        for command_id, reply in zip(ids, replies, strict=True):
+            future = self._waiting.get(command_id)
+            if future is None:
+                continue
+            if isinstance(reply, BusError):
+                self._reject(command_id, reply.at(command=command_id))
+            elif reply[0] == "DONE":
+                try:
+                    self._resolve(command_id, *await result_of(session, reply))
+                except ProtocolError as error:
+                    self._reject(command_id, error.at(command=command_id))
+            elif reply[0] == "NONE" and command_id in self._accepted:
+                self._reject(command_id, unknown_command(command_id))
+
+    def _resolve(self, command_id: str, event: Event, body: bytes) -> None:
+        future = self._waiting.pop(command_id, None)
+        self._accepted.discard(command_id)
+        if future is not None and not future.done():
+            future.set_result((event, body))
+            keys = self._session.keys
+            self._spawn(self._session.script("drop", [keys.record(command_id)], self.name, keys.blob_prefix))
+
+    def _reject(self, command_id: str, error: BusError | UnknownCommand) -> None:
+        future = self._waiting.pop(command_id, None)
+        self._accepted.discard(command_id)
+        if future is not None and not future.done():
+            future.set_exception(error)
+            future.exception()
+
+    def _fail_all(self, error: BusError) -> None:
+        for command_id in list(self._waiting):
+            self._reject(command_id, error)
+
+    def _spawn(self, work: Any) -> None:
+        job = asyncio.ensure_future(work)
+        self._jobs.add(job)
+        job.add_done_callback(self._ended)
+
+    def _ended(self, job: asyncio.Task[Any]) -> None:
+        self._jobs.discard(job)
+        error = None if job.cancelled() else job.exception()
+        if isinstance(error, BusLost):
+            self._fail_all(error)
+        elif error is not None and not isinstance(error, BusError):
+            raise error
+
+
+async def result_of(session: Session, reply: list[Any]) -> Result:
+    """The event and body that a DONE reply of attach tells; no body once it was dropped."""
+    _, n, seq, header, size, body, blob, _dropped = reply
+    event = unpack_event(header, n, seq)
+    if blob:
+        body = await get_blob(session, blob.decode(), size)
+    return event, body
+
+
+def unknown_command(command_id: str) -> UnknownCommand:
+    """The error for an id of which the bus has no record."""
+    return UnknownCommand(
+        "the bus has no record of this command id",
+        remedy="Results are kept for an hour; check the id.",
+        command=command_id,
+    )

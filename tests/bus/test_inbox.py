@@ -1,0 +1,139 @@
+"""Waiting for results: none is missed, none goes to another, and lost data is told."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from tinsmith.bus.connection import open_bus
+from tinsmith.bus.envelope import SAMPLE_LANE, Kind
+from tinsmith.bus.errors import BusUnreachable, DeadlineExceeded, UnknownCommand
+from tinsmith.bus.streams import Bus
+
+
+async def done(bus: Bus, h: Any, epoch: int, count: int = 1, body: bytes = b"") -> None:
+    """Take and complete the next `count` commands of m."""
+    for taken in await bus.next("m", epoch, count):
+        await bus.complete("m", epoch, taken.entry_id, h.event(taken), body or taken.body)
+
+
+async def test_a_result_that_came_while_the_connection_was_down_is_delivered(bus: Bus, proxy: Any, h: Any) -> None:
+    epoch = await h.create(bus)
+    async with await open_bus(f"unix://{proxy.path}", bus.session.keys.bus) as remote, remote.inbox() as inbox:
+        for round_ in range(3):
+            one = h.command()
+            await inbox.submit(one, b"%d" % round_)
+            waiting = asyncio.create_task(inbox.wait(one.id, 5))
+            proxy.drop_all()
+            await done(bus, h, epoch)
+            assert (await waiting)[1] == b"%d" % round_
+
+
+async def test_a_half_open_connection_is_seen_and_no_result_is_lost(bus: Bus, proxy: Any, h: Any) -> None:
+    epoch = await h.create(bus)
+    async with await open_bus(f"unix://{proxy.path}", bus.session.keys.bus) as remote, remote.inbox() as inbox:
+        one = h.command()
+        await inbox.submit(one)
+        proxy.freeze_all()
+        began = time.monotonic()
+        await done(bus, h, epoch)
+        assert (await inbox.wait(one.id, 10))[0].ok
+        assert time.monotonic() - began < 5
+
+
+async def test_waiters_get_their_own_results_whatever_others_are_cancelled(bus: Bus, coordinator: Bus, h: Any) -> None:
+    epoch = await h.create(coordinator)
+    commands = [h.command(seq=seq) for seq in range(1, 61)]
+    async with bus.inbox() as inbox:
+        calls = [asyncio.create_task(inbox.call(one, one.id.encode(), deadline=10)) for one in commands]
+        for at, call in enumerate(calls):
+            # Each at another point of its way: some before their submit was sent, some in the wait for the result.
+            await asyncio.sleep(0)
+            if at % 3 == 0:
+                call.cancel()
+        while (await bus.meta("m"))["seq"] != "60":
+            # A cancelled call may not have been sent; its place is taken by the same command again.
+            for one in commands:
+                await bus.submit(one, one.id.encode())
+        await done(coordinator, h, epoch, 60)
+        for one, call in zip(commands, calls, strict=True):
+            if call.cancelled() or call.cancelling():
+                continue
+            result, body = await call
+            assert (result.id, body) == (one.id, one.id.encode())
+
+
+async def test_a_command_of_another_client_can_be_waited_for(bus: Bus, coordinator: Bus, h: Any) -> None:
+    epoch = await h.create(coordinator)
+    one, two = h.command(), h.command()
+    await coordinator.submit(one, b"one")
+    await coordinator.submit(two, bytes(400_000))
+    async with bus.inbox() as inbox:
+        waiting = [asyncio.create_task(inbox.wait(c.id, 5)) for c in (one, two)]
+        await bus.session.call(("PING",))
+        await done(coordinator, h, epoch, 2)
+        assert [len(body) for _, body in await asyncio.gather(*waiting)] == [3, 400_000]
+
+
+async def test_a_body_stays_until_its_last_reader_has_it(bus: Bus, coordinator: Bus, h: Any) -> None:
+    epoch = await h.create(coordinator)
+    one = h.command()
+    async with bus.inbox() as left, coordinator.inbox() as right:
+        await left.submit(one, bytes(400_000))
+        await right.submit(one, bytes(400_000))
+        await done(coordinator, h, epoch)
+        (_, a), (_, b) = await asyncio.gather(left.wait(one.id, 5), right.wait(one.id, 5))
+        assert len(a) == len(b) == 400_000
+
+
+async def test_the_reply_stream_is_emptied(bus: Bus, coordinator: Bus, h: Any) -> None:
+    epoch = await h.create(coordinator)
+    inbox = bus.inbox()
+    for _ in range(5):
+        one = h.command()
+        await inbox.submit(one, b"x")
+        await done(coordinator, h, epoch)
+        await inbox.wait(one.id, 5)
+    await inbox.drained()
+    left, record = await bus.session.call(
+        ("XLEN", bus.session.keys.inbox(inbox.name)), ("HMGET", bus.session.keys.record(one.id), "rbody", "state")
+    )
+    assert left == 0
+    assert record == [None, b"done"]
+    (ttl,) = await bus.session.call(("TTL", bus.session.keys.record(one.id)))
+    assert 0 < ttl <= 3600
+    await inbox.close()
+
+
+async def test_deadlines_and_unknown_ids_have_their_types(bus: Bus, h: Any) -> None:
+    await h.create(bus)
+    async with bus.inbox() as inbox:
+        with pytest.raises(UnknownCommand):
+            await inbox.wait("absent", 5)
+        one = h.command()
+        await inbox.submit(one)
+        with pytest.raises(DeadlineExceeded):
+            await inbox.wait(one.id, 0.01)
+        waiting = asyncio.create_task(inbox.wait(one.id))
+        await asyncio.sleep(0)
+    with pytest.raises(BusUnreachable):
+        await waiting
+    assert await bus.result(one.id) is None
+    assert await bus.result("absent") is None
+
+
+async def test_five_hundred_concurrent_samples_need_no_pool(bus: Bus, coordinator: Bus, h: Any) -> None:
+    async with bus.inbox() as inbox:
+        commands = [h.command(SAMPLE_LANE, Kind.SAMPLE) for _ in range(512)]
+        calls = [asyncio.create_task(inbox.call(one, deadline=20)) for one in commands]
+        epoch = await coordinator.own(SAMPLE_LANE, "owner", 60_000)
+        left = 512
+        while left:
+            taken = await coordinator.next(SAMPLE_LANE, epoch, 64)
+            left -= len(taken)
+            ends = [coordinator.complete(SAMPLE_LANE, epoch, t.entry_id, h.event(t)) for t in reversed(taken)]
+            await asyncio.gather(*ends)
+        assert [(await call)[0].id for call in calls] == [one.id for one in commands]

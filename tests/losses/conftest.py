@@ -1,0 +1,8 @@
+"""Makes the reference trainer importable as `reference`."""
+
+import sys
+from pathlib import Path
+
+TESTS = str(Path(__file__).resolve().parents[1])
+if TESTS not in sys.path:
+    sys.path.insert(0, TESTS)
