@@ -50,7 +50,7 @@ class Coordinator:
         self._ready: asyncio.Future[None] = asyncio.get_event_loop().create_future()
 
     async def ready(self) -> dict[str, Any]:
-        """Wait until commands are taken; returns the facts of the base model. Raises the typed cause of a failed start."""
+        """Wait until commands are taken; returns the base model's facts. Raises the typed cause of a failed start."""
         await asyncio.shield(self._ready)
         assert self._training is not None
         return self._training.group.facts
@@ -86,9 +86,9 @@ class Coordinator:
         running = [asyncio.create_task(task) for task in tasks]
         try:
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            failure = next((error for task in done if (error := task.exception()) is not None), None)
+            failures = [cause for task in done if (cause := task.exception()) is not None]
             # A loop that ends is a fault of ours: die, and let Ray start a fresh coordinator over the same ranks.
-            log.critical("the coordinator can't go on", exc_info=failure)
+            log.critical("the coordinator can't go on", exc_info=failures[0] if failures else None)
             os._exit(1)
         finally:
             for task in running:

@@ -58,7 +58,7 @@ def _rows_and_body(replies: Sequence[Reply], plan: Plan | None) -> tuple[dict[st
     parts = [reply for reply in replies if reply.indices is not None and len(reply.indices)]
     if plan is None or not parts:
         return {}, b""
-    rows = gather(((part.indices, part.columns) for part in parts if part.indices is not None), plan.datums)
+    rows = gather(((part.indices.tolist(), part.columns) for part in parts if part.indices is not None), plan.datums)
     order = np.argsort(np.concatenate([part.indices for part in parts if part.indices is not None]))
     logprobs = [array for part in parts for array in part.logprobs]
     return rows, encode({"logprobs": pack_ragged([logprobs[place] for place in order])})

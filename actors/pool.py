@@ -1,7 +1,7 @@
 """Groups of ranks and sampler replicas as Ray actors: placed, named, detached, watched and taken down.
 
-Ranks and samplers are detached, so that they outlive a coordinator that dies; their names carry the service, so that the
-next coordinator finds them.
+Ranks and samplers are detached, so that they outlive a coordinator that dies; they are named within the service's
+namespace, so that the next coordinator finds them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Group:
         return [rank.execute.remote(step, shared) for rank in self.ranks]
 
     async def gather(self, references: list[Any], deadline: float) -> list[Reply]:
-        """Every rank's reply. Raises RanksLost when a rank died, failed, or did not answer within `deadline` seconds."""
+        """Every rank's reply. Raises RanksLost when a rank died, failed or did not answer in `deadline` seconds."""
         try:
             return list(await asyncio.wait_for(asyncio.gather(*references), deadline))
         except TimeoutError:

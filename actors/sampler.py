@@ -46,7 +46,7 @@ class SamplerReplica:
         return {"pid": os.getpid()}
 
     async def sample(self, command: str, args: dict[str, Any], body: bytes) -> Sampled | dict[str, Any]:
-        """Sample as `args` (SampleArgs) says after the prompt in `body`; a refusal comes back as TinsmithError.to_wire."""
+        """Sample as `args` (SampleArgs) says after the prompt in `body`; a refusal is TinsmithError.to_wire."""
         try:
             checked = parse_args(Kind.SAMPLE, args)
             content = decode(body) if body else {}

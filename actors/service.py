@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import tempfile
 from collections.abc import Callable
@@ -13,10 +14,15 @@ import ray
 
 from tinsmith.actors.coordinator import Coordinator
 from tinsmith.actors.options import ServiceOptions
-from tinsmith.actors.pool import CPU_SHARE
+from tinsmith.actors.pool import CPU_SHARE, destroy_group, destroy_samplers
 from tinsmith.bus.errors import StartupError, TinsmithError
 
+log = logging.getLogger("tinsmith.service")
+
 POLL_SECONDS = 0.2
+"""How often the phase of a start is asked for."""
+STOP_SECONDS = 6.0
+"""How long a coordinator may take to end before its actors are taken down without it."""
 
 
 def start_ray(address: str | None) -> bool:
@@ -33,7 +39,7 @@ def start_ray(address: str | None) -> bool:
         except ConnectionError as error:
             raise StartupError(
                 f"no Ray cluster answers at {address!r}: {error}", remedy="Start it, or leave --ray out."
-            )
+            ) from error
         return False
     # The path of Ray's sockets must stay below about 100 bytes, so its folder can't lie in the state directory.
     folder = Path(tempfile.gettempdir()) / f"ts-ray-{os.getuid()}"
@@ -89,8 +95,10 @@ async def stop_service(options: ServiceOptions) -> None:
     except ValueError:
         return
     try:
-        await asyncio.wait_for(coordinator.stop.remote(), 8.0)
-    except (TimeoutError, ray.exceptions.RayError):
-        # It does not answer: what it held is taken down without it.
-        pass
-    ray.kill(coordinator, no_restart=True)
+        await asyncio.wait_for(coordinator.stop.remote(), STOP_SECONDS)
+    except (TimeoutError, ray.exceptions.RayError) as error:
+        log.warning("the coordinator does not answer, its actors are taken down without it: %r", error)
+        ray.kill(coordinator, no_restart=True)
+        await asyncio.gather(destroy_group(options), destroy_samplers(options))
+    else:
+        ray.kill(coordinator, no_restart=True)

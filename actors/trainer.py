@@ -1,8 +1,8 @@
 """One rank of a sharded trainer: a sync, single-threaded Ray actor that executes one step at a time.
 
 Each rank decodes and checks the whole batch itself, so that a refusal is the same decision everywhere. A TinsmithError
-is a fact like any other: it consumes the command's place in the order. Any other exception leaves the ranks possibly out
-of step, so it is let out, and the coordinator rebuilds the group.
+is a fact like any other: it consumes the command's place in the order. Any other exception leaves the ranks possibly
+out of step, so it is let out, and the coordinator rebuilds the group.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Body = bytes | npt.NDArray[np.uint8]
 
 
 class TrainerRank:
-    """Rank `rank` of `world`. Torch is imported in `join`, after the thread settings it reads at import are in place."""
+    """Rank `rank` of `world`. Torch is imported in `join`, once the settings that it reads at import are in place."""
 
     def __init__(self, options: ServiceOptions, rank: int, world: int) -> None:
         self._options = options
@@ -108,10 +108,7 @@ class TrainerRank:
         """Do the step, or return what it returned before; see Position for what is refused."""
         begun = time.perf_counter()
         try:
-            if isinstance(step.work, Kind):
-                reply = self._once(step, step.work, body)
-            else:
-                reply = self._keep_house(step)
+            reply = self._once(step, step.work, body) if isinstance(step.work, Kind) else self._keep_house(step)
         except TinsmithError as error:
             # Nothing was recorded: the sender is not (or no longer) entitled to this step.
             reply = Reply(error=error.at(model=step.model, command=step.command or None).to_wire())

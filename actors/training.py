@@ -1,4 +1,4 @@
-"""The training lane: takes models' commands in order, keeps one step on the ranks and one staged, settles them in order.
+"""The training lane: takes models' commands in order, keeps one step on the ranks and one staged, settles in order.
 
 Invariants:
 - a model's commands reach the ranks in seq order, each telling which seq must come before it;

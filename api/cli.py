@@ -86,9 +86,12 @@ def _metrics(args: argparse.Namespace) -> int:
     if not args.columns:
         print(as_markdown(catalogue))
         return 0
+    from tinsmith.actors.engine.columns import COMMON_COLUMNS
     from tinsmith.actors.engine.losses import load_losses
 
-    for use in columns(catalogue, load_losses(*args.losses).columns()):
+    losses = load_losses(*args.losses)
+    produced = COMMON_COLUMNS.union(*(losses.get(name).columns for name in losses.names))
+    for use in columns(catalogue, sorted(produced)):
         print(f"{use.column:24} {', '.join(use.keys) or '(no metric uses it)'}")
     return 0
 

@@ -16,6 +16,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -258,7 +259,7 @@ class _Sender:
             try:
                 await self._submit(command, body)
                 waiter = asyncio.create_task(self._inbox.wait(command.id))
-                waiter.add_done_callback(lambda done, reply=reply: _pass_on(done, reply))
+                waiter.add_done_callback(partial(_pass_on, reply))
                 self._waiters.add(waiter)
                 waiter.add_done_callback(self._waiters.discard)
             except TinsmithError as error:
@@ -268,7 +269,7 @@ class _Sender:
                 self._queue.task_done()
 
     async def _submit(self, command: Command, body: bytes) -> None:
-        """Submit until the bus has it, within the timeout. Raises the last Busy or BusUnreachable, or what forbids it."""
+        """Submit until the bus has it. Raises the last Busy or BusUnreachable after the timeout, or what forbids it."""
         pause, longest = RETRY_SECONDS
         deadline = asyncio.get_running_loop().time() + self._timeout
         while True:
@@ -282,7 +283,7 @@ class _Sender:
             pause = min(2 * pause, longest)
 
 
-def _pass_on(delivered: asyncio.Task[Reply], reply: asyncio.Future[Reply]) -> None:
+def _pass_on(reply: asyncio.Future[Reply], delivered: asyncio.Task[Reply]) -> None:
     if reply.done():
         return
     if delivered.cancelled():

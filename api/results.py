@@ -49,7 +49,7 @@ class Checkpoint(Result):
 
 @dataclass(frozen=True)
 class SampledSequence:
-    """One continuation. tokens int32 [n] (a stop token included), logprobs float32 [n], nats, at the temperature used."""
+    """One continuation. tokens int32 [n] with the stop token; logprobs float32 [n], nats, at the temperature used."""
 
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]

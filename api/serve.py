@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from tinsmith.actors.options import ServiceOptions
 from tinsmith.api.address import URL_FILE, default_state
 from tinsmith.bus.embedded import EmbeddedServer
 from tinsmith.bus.errors import NotAModel, StartupError
@@ -54,25 +55,16 @@ def serve(args: argparse.Namespace) -> int:
     _say("starting the bus")
     url = redis or EmbeddedServer.start(server, state)  # type: ignore[arg-type]
     try:
-        return asyncio.run(_serve(args, model, state, url))
+        return asyncio.run(_serve(_options(args, model, state, url), args.ray or os.environ.get("RAY_ADDRESS")))
     finally:
         (state / URL_FILE).unlink(missing_ok=True)
         if server is not None:
             server.stop()
 
 
-async def _serve(args: argparse.Namespace, model: Path, state: Path, url: str) -> int:
-    stop = asyncio.Event()
-    _heed_signals(stop)
-    info = await self_test(url)
-    _say(f"bus: {info.server} {info.version}, appendfsync {info.appendfsync or 'off'}, at {url}")
-    _say("starting Ray")
-    # Ray is slow to import; nothing before this line needs it.
-    from tinsmith.actors.options import ServiceOptions
-    from tinsmith.actors.service import start_ray, start_service, stop_ray, stop_service
-
+def _options(args: argparse.Namespace, model: Path, state: Path, url: str) -> ServiceOptions:
     try:
-        options = ServiceOptions(
+        return ServiceOptions(
             model_path=str(model),
             alias=args.alias or model.stem,
             state_dir=str(state),
@@ -84,12 +76,25 @@ async def _serve(args: argparse.Namespace, model: Path, state: Path, url: str) -
             sampler_threads=args.sampler_threads or max(1, (os.cpu_count() or 1) // max(1, args.samplers)),
             gradient_checkpointing=args.gradient_checkpointing,
             losses=tuple(args.losses),
-            metrics=tuple(str(Path(overlay).resolve()) for overlay in args.metrics),
+            metrics=tuple(os.path.abspath(overlay) for overlay in args.metrics),
         )
     except ValidationError as error:
         first = error.errors()[0]
-        raise StartupError(f"--{'.'.join(map(str, first['loc'])).replace('_', '-')}: {first['msg']}") from None
-    await asyncio.to_thread(start_ray, args.ray or os.environ.get("RAY_ADDRESS"))
+        option = "--" + ".".join(map(str, first["loc"])).replace("_", "-")
+        raise StartupError(f"{option}: {first['msg']}", remedy="See tinsmith serve --help.") from None
+
+
+async def _serve(options: ServiceOptions, ray_address: str | None) -> int:
+    stop = asyncio.Event()
+    _heed_signals(stop)
+    url = options.bus_url
+    info = await self_test(url)
+    _say(f"bus: {info.server} {info.version}, appendfsync {info.appendfsync or 'off'}, at {url}")
+    _say("starting Ray")
+    # Ray is slow to import; nothing before this line needs it.
+    from tinsmith.actors.service import start_ray, start_service, stop_ray, stop_service
+
+    await asyncio.to_thread(start_ray, ray_address)
     # Again: Ray has just installed handlers of its own.
     _heed_signals(stop)
     try:
@@ -101,7 +106,7 @@ async def _serve(args: argparse.Namespace, model: Path, state: Path, url: str) -
             await asyncio.gather(starting, return_exceptions=True)
             return 130
         _, facts = starting.result()
-        (state / URL_FILE).write_text(url)
+        (Path(options.state_dir) / URL_FILE).write_text(url)
         print(
             f"ready {options.alias}: {facts['architecture']}, {facts['parameters'] / 1e6:.1f} M parameters, "
             f"context {facts['context']}, {facts['ranks']} ranks on {facts['device']}, {options.samplers} samplers, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,7 @@ class Consumer:
         self._event_cap = event_cap
         self._bell = session.new_wire()
         self._cursors: dict[str, tuple[int, str]] = {}
+        self._taking: dict[str, asyncio.Lock] = {}
 
     async def bell(self, after: str, block_ms: int) -> tuple[list[str], str]:
         """Models whose doorbell rang after `after` (an id from the call before, `0`, or `$` for now), and the new id.
@@ -141,6 +143,11 @@ class Consumer:
         """Up to `count` commands: those taken before and not completed first (all of them with `replay`, or right after
         `own`), then new ones, oldest first. Never waits. Raises Fenced, ProtocolError for an entry that can't be read.
         """
+        # Two at once would start from the same cursor and take the same commands.
+        async with self._taking.setdefault(model, asyncio.Lock()):
+            return await self._next(model, epoch, count, replay)
+
+    async def _next(self, model: str, epoch: int, count: int, replay: bool) -> list[Taken]:
         keys = self._session.keys
         held, cursor = self._cursors.get(model, (epoch, "0"))
         if replay or held != epoch:
@@ -230,6 +237,7 @@ class Consumer:
         await self.trim(model, epoch, int(meta[1]))
         await self._fenced_script("free", model, [*heads, keys.events(model), keys.models], epoch, model, self._ttl)
         self._cursors.pop(model, None)
+        self._taking.pop(model, None)
 
     async def _end(
         self, model: str, epoch: int, entry_id: str, event: Event, body: bytes, keep: bool, dead: bool

@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 from tinsmith.bus.errors import StartupError, StateInUse
 
@@ -60,7 +61,7 @@ class EmbeddedServer:
         except BaseException:
             self._let_go()
             raise
-        return f"unix://{self._socket}"
+        return f"unix://{quote(str(self._socket))}"
 
     def stop(self) -> None:
         """Shut the server down, its log written, and return when its process is gone. Harmless when it is not up."""

@@ -8,6 +8,7 @@ what was not read yet, nothing else.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 from tinsmith.bus.blobs import get_blob
@@ -17,6 +18,7 @@ from tinsmith.bus.errors import BusError, BusLost, BusUnreachable, DeadlineExcee
 from tinsmith.bus.headers import unpack_event
 from tinsmith.bus.producer import Producer, Submitted, check_reader
 from tinsmith.bus.session import Session
+from tinsmith.bus.wire import Wire
 
 BLOCK_MS = 1000
 """How long one read waits; also how soon lost data shows."""
@@ -34,6 +36,9 @@ class Inbox:
         self._wire = session.new_wire()
         self._waiting: dict[str, asyncio.Future[Result]] = {}
         self._accepted: set[str] = set()
+        self._received: list[str] = []
+        self._read_entries: list[bytes] = []
+        self._cleaner: asyncio.Task[None] | None = None
         self._jobs: set[asyncio.Task[Any]] = set()
         self._reader: asyncio.Task[None] | None = None
 
@@ -93,25 +98,27 @@ class Inbox:
             future = self._expect(command_id)
             self._accepted.add(command_id)
             self._spawn(self._ask([command_id]))
-        try:
-            async with asyncio.timeout(deadline):
-                return await asyncio.shield(future)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"no result within {deadline:g} s", remedy="Wait again with the same command id.", command=command_id
-            ) from None
+        return await self._receive(command_id, future, deadline)
 
     async def call(self, command: Command, body: bytes = b"", *, deadline: float | None = None) -> Result:
         """Submit and wait."""
         future = self._expect(command.id)
         await self.submit(command, body)
+        return await self._receive(command.id, future, deadline)
+
+    async def _receive(self, command_id: str, future: asyncio.Future[Result], deadline: float | None) -> Result:
         try:
             async with asyncio.timeout(deadline):
-                return await asyncio.shield(future)
+                # Others may wait for the same command: a waiter that gives up must not cancel theirs.
+                result = await asyncio.shield(future)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"no result within {deadline:g} s", remedy="Wait with the same command id.", command=command.id
+                f"no result within {deadline:g} s", remedy="Wait again with the same command id.", command=command_id
             ) from None
+        # Only now, in the hands of a waiter, may the bus forget the body.
+        self._received.append(command_id)
+        self._clean_soon()
+        return result
 
     def _expect(self, command_id: str) -> asyncio.Future[Result]:
         if self._session.lost is not None:
@@ -129,23 +136,26 @@ class Inbox:
                 command = ("XREAD", "COUNT", 256, "BLOCK", BLOCK_MS, "STREAMS", key, last)
                 reply = await session.block(self._wire, BLOCK_MS, *command)
                 if connects != self._wire.connects:
-                    connects = self._wire.connects
-                    await self._ask(list(self._waiting))
+                    made = self._wire.connects
+                    # On this wire, which has just answered; the session's may be half-open still.
+                    await self._ask(list(self._waiting), self._wire)
+                    connects = made
                 if not reply:
                     await session.check_life()
                     continue
                 entries = reply[0][1]
                 last = entries[-1][0].decode()
                 for entry in entries:
-                    await self._deliver(fields_of(entry))
-                self._spawn(session.call(("XDEL", key, *(entry[0] for entry in entries))))
+                    self._deliver(fields_of(entry))
+                    self._read_entries.append(entry[0])
+                self._clean_soon()
             except BusLost as error:
                 self._fail_all(error)
                 return
             except BusUnreachable:
                 continue  # Waiters have deadlines of their own; the next connection asks for every one of them.
 
-    async def _deliver(self, fields: dict[str, bytes]) -> None:
+    def _deliver(self, fields: dict[str, bytes]) -> None:
         command_id = fields["id"].decode()
         if command_id not in self._waiting:
             return
@@ -156,11 +166,17 @@ class Inbox:
         event = unpack_event(fields["header"], int(fields["n"]), int(fields["seq"]))
         self._resolve(command_id, event, fields["body"])
 
-    async def _ask(self, ids: list[str]) -> None:
+    async def _ask(self, ids: list[str], wire: Wire | None = None) -> None:
         """Read the state of commands that are waited for, and resolve those that are done."""
         session = self._session
         runs = [("attach", [session.keys.record(command_id)], [self.name]) for command_id in ids]
-        replies = await session.scripts(runs) if runs else []
+        try:
+            replies = await session.scripts(runs, wire=wire) if runs else []
+        except BusUnreachable as error:
+            if wire is None:
+                for command_id in ids:
+                    self._reject(command_id, error)
+            raise
         for command_id, reply in zip(ids, replies, strict=True):
             future = self._waiting.get(command_id)
             if future is None:
@@ -180,8 +196,20 @@ class Inbox:
         self._accepted.discard(command_id)
         if future is not None and not future.done():
             future.set_result((event, body))
-            keys = self._session.keys
-            self._spawn(self._session.script("drop", [keys.record(command_id)], self.name, keys.blob_prefix))
+
+    def _clean_soon(self) -> None:
+        if self._cleaner is None or self._cleaner.done():
+            self._cleaner = self._spawn(self._clean())
+
+    async def _clean(self) -> None:
+        """Take what was read from the reply stream, and from their records the bodies that waiters have."""
+        session, keys = self._session, self._session.keys
+        while self._received or self._read_entries:
+            received, self._received = self._received, []
+            entries, self._read_entries = self._read_entries, []
+            if entries:
+                await session.call(("XDEL", keys.inbox(self.name), *entries))
+            await session.scripts([("drop", [keys.record(at)], [self.name, keys.blob_prefix]) for at in received])
 
     def _reject(self, command_id: str, error: BusError | UnknownCommand) -> None:
         future = self._waiting.pop(command_id, None)
@@ -194,17 +222,19 @@ class Inbox:
         for command_id in list(self._waiting):
             self._reject(command_id, error)
 
-    def _spawn(self, work: Any) -> None:
-        job = asyncio.ensure_future(work)
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        job = asyncio.create_task(work)
         self._jobs.add(job)
         job.add_done_callback(self._ended)
+        return job
 
     def _ended(self, job: asyncio.Task[Any]) -> None:
         self._jobs.discard(job)
         error = None if job.cancelled() else job.exception()
         if isinstance(error, BusLost):
             self._fail_all(error)
-        elif error is not None and not isinstance(error, BusError):
+        elif error is not None and not isinstance(error, BusUnreachable):
+            # Unreachable: waiters were told, and what was not cleaned goes by its TTL. Anything else is a defect.
             raise error
 
 

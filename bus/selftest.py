@@ -12,23 +12,24 @@ from tinsmith.bus.streams import Bus, Info
 MINIMUM = (6, 2)
 
 
-async def self_test(url: str) -> Info:
+async def self_test(url: str, connect_seconds: float = 5.0) -> Info:
     """What the server is, after it has passed.
 
     Checks the version, the eviction policy, that the scripts load, and one command's whole way on a scratch bus, which
     is deleted. Raises UnsafeServer with the remedy, BusUnreachable.
     """
-    async with await open_bus(url, f"selftest-{new_id()}") as bus:
+    command, reader = new_id(), new_id()
+    async with await open_bus(url, f"selftest-{new_id()}", connect_seconds=connect_seconds) as bus:
         try:
             info = await bus.info()
             _check(info)
-            await _round_trip(bus)
+            await _round_trip(bus, command, reader)
         except (UnsafeServer, BusUnreachable, BusLost):
             raise
         except BusError as error:
             raise UnsafeServer(f"the server failed the self-test: {error}", remedy=error.remedy) from error
         finally:
-            await _delete(bus)
+            await _delete(bus, command, reader)
     return info
 
 
@@ -45,9 +46,9 @@ def _check(info: Info) -> None:
         )
 
 
-async def _round_trip(bus: Bus) -> None:
-    command = Command(id=new_id(), model="scratch", kind=Kind.CREATE_MODEL, seq=0)
-    async with bus.inbox() as inbox:
+async def _round_trip(bus: Bus, command_id: str, reader: str) -> None:
+    command = Command(id=command_id, model="scratch", kind=Kind.CREATE_MODEL, seq=0)
+    async with bus.inbox(reader) as inbox:
         await inbox.submit(command, b"body")
         epoch = await bus.own("scratch", "selftest", 60_000)
         (taken,) = await bus.next("scratch", epoch, 8)
@@ -56,14 +57,12 @@ async def _round_trip(bus: Bus) -> None:
         done, body = await inbox.wait(command.id, 5.0)
         if taken.body != b"body" or body != b"result" or done.n != 1:
             raise UnsafeServer("a command did not come back as it was sent", remedy="Use another server.")
+        await inbox.drained()
 
 
-async def _delete(bus: Bus) -> None:
-    session = bus.session
-    cursor = b"0"
-    while True:
-        ((cursor, found),) = await session.call(("SCAN", cursor, "MATCH", session.keys.pattern, "COUNT", 500))
-        if found:
-            await session.call(("UNLINK", *found))
-        if cursor == b"0":
-            return
+async def _delete(bus: Bus, command: str, reader: str) -> None:
+    # By name: looking for the keys by their pattern would walk over everything that the server holds.
+    keys = bus.session.keys
+    single = [keys.incarnation, keys.version, keys.epoch, keys.models, keys.bell, keys.event_bell]
+    scratch = [of("scratch") for of in (keys.commands, keys.meta, keys.parked, keys.events)]
+    await bus.session.call(("UNLINK", *single, *scratch, keys.record(command), keys.inbox(reader)))

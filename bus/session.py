@@ -21,7 +21,7 @@ from tinsmith.bus.wire import Wire, Word
 
 PROTOCOL = b"1"
 STALLED_SECONDS = 2.0
-"""A request unanswered for longer than this when some deadline passes: the connection is taken for half-open."""
+"""A request unanswered for so long is tried on a new connection: the old one may be half-open."""
 SLACK_SECONDS = 2.0
 """How much longer than its BLOCK a blocking read may take."""
 
@@ -79,22 +79,35 @@ class Session:
             )
         self.incarnation = replies[1]
 
-    async def call(self, *commands: Sequence[Word], deadline: float | None = None, errors: bool = False) -> list[Any]:
+    async def call(
+        self,
+        *commands: Sequence[Word],
+        deadline: float | None = None,
+        errors: bool = False,
+        wire: Wire | None = None,
+    ) -> list[Any]:
         """The replies to a batch of commands that is safe to repeat. `deadline` is in seconds from now.
 
         Raises BusUnreachable at the deadline, BusLost, and for an error reply its typed error (unless `errors`: then
         it stands in the list).
         """
         seconds = self.deadline if deadline is None else deadline
-        pause, cause = 0.01, ""
+        wire = wire or self.wire
+        pause, patience, cause = 0.01, STALLED_SECONDS, ""
         try:
             async with asyncio.timeout(seconds):
                 while True:
                     if self.lost is not None:
                         raise self.lost
                     try:
-                        replies = await self.wire.send(commands)
+                        async with asyncio.timeout(patience):
+                            replies = await wire.send(commands)
                         break
+                    except TimeoutError:
+                        # Half-open, or only slow: try a new connection, and give that one more time.
+                        wire.break_off(older_than=patience - 0.5)
+                        patience *= 2
+                        cause = " (connected, but the server is silent)"
                     except AuthenticationError as error:
                         raise BusUnreachable(
                             f"{self.url} refused the login: {error}", remedy="Check user and password in the address."
@@ -104,7 +117,6 @@ class Session:
                     await asyncio.sleep(pause)
                     pause = min(pause * 2, 0.25)
         except TimeoutError:
-            self.wire.break_off(older_than=STALLED_SECONDS)
             raise BusUnreachable(
                 f"no answer from {_without_password(self.url)} within {seconds:g} s{cause}",
                 remedy="Check that the server runs and that the address is right; repeat with the same command id.",
@@ -127,9 +139,14 @@ class Session:
         return reply
 
     async def scripts(
-        self, runs: Sequence[tuple[str, Sequence[str], Sequence[Word]]], deadline: float | None = None
+        self,
+        runs: Sequence[tuple[str, Sequence[str], Sequence[Word]]],
+        deadline: float | None = None,
+        wire: Wire | None = None,
     ) -> list[Any]:
         """Run many in one round trip; the reply of each, or its typed error (not raised, except BusLost)."""
+        if not runs:
+            return []
         commands: list[tuple[Word, ...]] = [
             (
                 "EVALSHA",
@@ -142,11 +159,12 @@ class Session:
             )
             for name, keys, args in runs
         ]
-        replies = await self.call(*commands, deadline=deadline, errors=True)
+        replies = await self.call(*commands, deadline=deadline, errors=True, wire=wire)
         missing = [at for at, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
         if missing:
             loads = [("SCRIPT", "LOAD", SCRIPTS[name].text) for name in {runs[at][0] for at in missing}]
-            again = await self.call(*loads, *(commands[at] for at in missing), deadline=deadline, errors=True)
+            batch = [*loads, *(commands[at] for at in missing)]
+            again = await self.call(*batch, deadline=deadline, errors=True, wire=wire)
             for at, reply in zip(missing, again[len(loads) :], strict=True):
                 replies[at] = reply
         return [self._judged(reply) for reply in replies]

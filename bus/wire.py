@@ -25,7 +25,7 @@ from redis.exceptions import RedisError, ResponseError
 from tinsmith.bus.errors import TinsmithError
 
 Word: TypeAlias = "str | bytes | int | float"
-CONNECT_SECONDS = 5.0
+CONNECT_SECONDS = 3.0
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Wire:
         batch = _Batch(packed, len(commands), asyncio.get_running_loop().create_future())
         self._outbox.append(batch)
         self._wake.set()
-        if self._task is None:
+        if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="tinsmith-wire")
         return await batch.future
 

@@ -46,7 +46,7 @@ class BaseModel:
     math: HeadMath
 
 
-def _source(path: str | Path) -> tuple[Path, dict[str, str]]:
+def locate(path: str | Path) -> tuple[Path, dict[str, str]]:
     """The directory to load from, and the extra argument that names a GGUF file."""
     place = Path(path)
     if place.is_file() and place.suffix == ".gguf":
@@ -71,7 +71,7 @@ def load_base(path: str | Path, *, name: str = "", dtype: torch.dtype = torch.fl
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    directory, extra = _source(path)
+    directory, extra = locate(path)
     logging.disable_progress_bar()  # one bar a rank would fill the log
     try:
         module, report = AutoModelForCausalLM.from_pretrained(
@@ -88,7 +88,11 @@ def load_base(path: str | Path, *, name: str = "", dtype: torch.dtype = torch.fl
     if getattr(module.config, "quantization_config", None) is not None:
         if not extra:
             raise NotAModel(f"{path} is quantized", remedy="Use the unquantized weights, or a .gguf file.")
-        del module.config.quantization_config  # the weights were dequantized while loading
+        # The weights were dequantized while loading; without these marks the model can be saved like any other.
+        del module.config.quantization_config
+    if extra:
+        for mark in ("hf_quantizer", "is_quantized", "quantization_method"):
+            module.__dict__.pop(mark, None)
     module.eval().requires_grad_(False)
     info = _describe(module, name or directory.name)
     math = _head_math(module)
@@ -98,7 +102,7 @@ def load_base(path: str | Path, *, name: str = "", dtype: torch.dtype = torch.fl
 
 def has_tokenizer(path: str | Path) -> bool:
     """Whether a tokenizer lies beside the weights; a model without one takes and gives token ids only."""
-    directory, extra = _source(path)
+    directory, extra = locate(path)
     return bool(extra) or any(directory.glob("tokenizer*"))
 
 
@@ -106,7 +110,7 @@ def load_tokenizer(path: str | Path) -> Any:
     """The tokenizer that lies beside the model's weights. Raises NotAModel when there is none."""
     from transformers import AutoTokenizer
 
-    directory, extra = _source(path)
+    directory, extra = locate(path)
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, **extra)
     except Exception as error:

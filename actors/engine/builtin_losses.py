@@ -54,7 +54,7 @@ def importance_sampling(tokens: TokenInputs, config: Config) -> LossOutput:
 def ppo(tokens: TokenInputs, config: Config) -> LossOutput:
     """Sum of -min(r * A, clip(r, low, high) * A)."""
     bearing = tokens.bearing(_ADVANTAGES)
-    gap = keep(bearing, tokens.logprobs) - keep(bearing, tokens.inputs[SAMPLER])
+    gap = tokens.logprobs - tokens.inputs[SAMPLER]
     per_token, clipped = _clipped_objective(tokens, config, bearing, gap, gap.detach())
     return LossOutput(per_token, bearing, {"pg_loss": _row_sum(per_token)}, clipped=clipped)
 
@@ -66,12 +66,11 @@ def gspo(tokens: TokenInputs, config: Config) -> LossOutput:
     """
     bearing = tokens.bearing(_ADVANTAGES)
     averaged = tokens.bearing((RATIO_MASK,))
-    logprobs = keep(bearing | averaged, tokens.logprobs)
-    sampler = keep(bearing | averaged, tokens.inputs[SAMPLER])
-    # A row without averaged tokens bears no loss either (checked before): the divisor 1 keeps 0 / 0 out.
-    count = averaged.sum(-1, keepdim=True).clamp(min=1)
+    logprobs = tokens.logprobs
+    # A row without averaged tokens has ratio 0 / 0; it bears no loss either (checked before), so nothing reads it.
+    count = averaged.sum(-1, keepdim=True)
     # In float64, so that the mean does not hang on how far the row is padded.
-    log_ratio = keep(averaged, logprobs.detach() - sampler).double().sum(-1, keepdim=True) / count
+    log_ratio = keep(averaged, logprobs.detach() - tokens.inputs[SAMPLER]).double().sum(-1, keepdim=True) / count
     value = log_ratio.to(logprobs.dtype).expand_as(logprobs)
     per_token, clipped = _clipped_objective(tokens, config, bearing, value + (logprobs - logprobs.detach()), value)
     return LossOutput(per_token, bearing, {"pg_loss": _row_sum(per_token)}, ratio=torch.exp(value), clipped=clipped)
@@ -84,7 +83,7 @@ def cispo(tokens: TokenInputs, config: Config) -> LossOutput:
     low, high = _thresholds(tokens, config)
     ratio = torch.exp(logprobs.detach() - keep(bearing, tokens.inputs[SAMPLER]))
     weight = torch.minimum(torch.maximum(ratio, low), high)
-    per_token = -keep(bearing, weight) * logprobs * keep(bearing, tokens.inputs["advantages"])
+    per_token = -weight * logprobs * keep(bearing, tokens.inputs["advantages"])
     clipped = bearing & ((ratio < low) | (ratio > high))
     return LossOutput(per_token, bearing, {"pg_loss": _row_sum(per_token)}, clipped=clipped)
 
@@ -103,6 +102,8 @@ def _clipped_objective(
     tokens: TokenInputs, config: Config, bearing: Tensor, gap: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
     """-min(r A, clip(r) A), and where the clipped branch is the smaller one; r = exp(gap), `value` is sg(gap).
+
+    `gap` may hold anything at masked positions: their advantage counts as 0 and r is not computed for them.
 
     The branch is chosen first and r computed for the other one alone: the gradient of exp at an overflowing r that
     is clipped away would be 0 * inf.

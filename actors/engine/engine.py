@@ -66,7 +66,7 @@ class Engine:
         self.path = Path(model_path)
         self.device = torch.device(device)
         self.losses = losses if losses is not None else LossRegistry.builtin()
-        self.ranks = Ranks(mesh)
+        self.ranks = Ranks(mesh, self.device)
         self.token_budget = token_budget
         self._alias = alias
         self._dtype = dtype

@@ -124,6 +124,11 @@ class Generator:
         return len(self._waiting)
 
     @property
+    def shared_tokens(self) -> int:
+        """Prompt tokens kept for later requests."""
+        return self._store.tokens
+
+    @property
     def cache_bytes(self) -> int:
         """Memory of the live rows' keys and values."""
         return self._slots.nbytes

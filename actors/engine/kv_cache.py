@@ -38,7 +38,7 @@ class _PositionedCache(Cache):  # type: ignore[misc]
 
 
 class PromptCache(_PositionedCache):
-    """Keys and values of prompts in prefill: rows begin at column 0, right-padded to `length`, written chunk by chunk."""
+    """Keys and values of prompts in prefill: from column 0, right-padded to `length`, written chunk by chunk."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class SlotCache(_PositionedCache):
         return keys[: self._rows, :, : self._past + 1], values[: self._rows, :, : self._past + 1]
 
     def _resize(self, like: Sequence[KeyValue], slots: int, capacity: int, rows: int, length: int) -> None:
-        """Other tensors with `like`'s heads and sizes; the first `length` columns of the first `rows` slots are kept."""
+        """Tensors of `like`'s heads and sizes; the first `length` columns of the first `rows` slots are kept."""
         held = self._layers_kv
         # Zeros, not what the memory held: a masked NaN times 0 would still be NaN.
         self._layers_kv = [

@@ -88,7 +88,7 @@ class AdamW:
         largest = torch.finfo(gradients[0].dtype).max
         if max(args.lr * args.weight_decay, args.lr / (1 - args.beta1 ** (self._step + 1)), args.eps) > largest:
             raise InvalidInput(
-                f"lr {args.lr:g}, weight_decay {args.weight_decay:g} or eps {args.eps:g} overflows {gradients[0].dtype}.",
+                f"lr {args.lr:g}, weight_decay {args.weight_decay:g} or eps {args.eps:g} overflows float32.",
                 remedy="send a smaller one.",
                 field="lr",
             )
@@ -96,14 +96,14 @@ class AdamW:
         clip_coef = 1.0
         if args.grad_clip_norm > 0:
             clip_coef = min(1.0, args.grad_clip_norm / (grad_norm + CLIP_EPS))
-        if not math.isfinite(grad_norm):
-            return self._skip(args, grad_norm, f"the gradient norm is {grad_norm}")
+        # The norm bounds every element: below this no square overflows, which would freeze its parameter without a
+        # word, and the new moments, weighted means of finite values, are finite. NaN fails the comparison too.
+        if not grad_norm * clip_coef <= math.sqrt(largest):
+            return self._skip(
+                args, grad_norm, f"the gradient norm is {grad_norm:g}: not finite, or its square overflows"
+            )
         if clip_coef < 1.0:
             gradients = list(torch._foreach_mul(gradients, clip_coef))
-        # The norm bounds every element: below this no square overflows, which would freeze its parameter without a
-        # word, and the new moments, weighted means of finite values, are finite.
-        if grad_norm * clip_coef > math.sqrt(largest):
-            return self._skip(args, grad_norm, f"the gradient norm {grad_norm:g} squared overflows the second moment")
         proposal = self._propose(gradients, args)
         parameters = self._locals()
         update = list(torch._foreach_sub(proposal.parameters, parameters))

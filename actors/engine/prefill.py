@@ -20,7 +20,8 @@ _SLACK = 512
 """A batch of no more padded tokens than this costs about as much as its longest prompt alone."""
 
 Forward = Callable[..., torch.Tensor]
-"""(tokens [rows, n], offset, cache, adapters per row, positions [rows] or None for all) -> logits [rows, 1 or n, vocab]."""
+"""(tokens [rows, n], offset, cache, adapters per row, positions [rows] or None for all)
+-> logits [rows, 1 or n, vocab]."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,8 +28,9 @@ def _as_typed(error: Exception) -> TinsmithError:
 class Ranks:
     """A one-dimensional device mesh, or one rank alone when there is none."""
 
-    def __init__(self, mesh: DeviceMesh | None) -> None:
+    def __init__(self, mesh: DeviceMesh | None, device: torch.device) -> None:
         self.mesh = mesh
+        self.device = device
         self.group = mesh.get_group() if mesh is not None else None
         self.size = mesh.size() if mesh is not None else 1
         self.rank = mesh.get_local_rank() if mesh is not None else 0
@@ -75,11 +76,11 @@ class Ranks:
         except Exception as error:
             cause = error
             failure = _as_typed(error)
+        # One number tells all ranks whether there is anything to tell; the errors themselves travel only then.
+        if not self.sum_(torch.tensor(float(failure is not None), device=self.device)):
+            return cast(T, value)
         failures: list[TinsmithError | None] = [failure]
         if self.size > 1:
             failures = [None] * self.size
             dist.all_gather_object(failures, failure, group=self.group)
-        for found in failures:
-            if found is not None:
-                raise found from cause
-        return cast(T, value)
+        raise next(found for found in failures if found is not None) from cause

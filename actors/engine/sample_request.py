@@ -83,9 +83,7 @@ class Job:
         if len(self.done) < n:
             return None
         sequences = tuple(self.done[i] for i in range(n))
-        return Finished(
-            self.request.id, sequences, self.prompt_logprobs, self.request.version, self.cached_tokens or 0
-        )
+        return Finished(self.request.id, sequences, self.prompt_logprobs, self.request.version, self.cached_tokens or 0)
 
 
 PromptKey = tuple[str, bytes]

@@ -1,4 +1,4 @@
-"""The choice of the next token: temperature, top-k, top-p and one uniform number per row, as pure functions of the logits.
+"""The choice of the next token by temperature, top-k, top-p and one uniform number per row: pure functions of logits.
 
 Log-probs are those of the full distribution after temperature, `log_softmax(logits / temperature)`, also where top-k or
 top-p narrowed the choice: a policy-gradient ratio compares them with the trainer's log-probs, which know no truncation.

@@ -106,7 +106,7 @@ def score_frozen(
 def score_general(
     hidden: Tensor, head: Callable[[Tensor], Tensor], vocab: int, targets: Tensor, math: HeadMath
 ) -> tuple[Tensor, Tensor]:
-    """As `score_frozen`, through any head (trainable or adapted): each chunk is computed again in backward."""
+    """As `score_frozen`, through any head (trainable or adapted): of several chunks each is computed again in backward."""
 
     def chunk(states: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         logits = math.apply(head(states))
@@ -120,7 +120,8 @@ def score_general(
     # No tokens at all still make one (empty) chunk, so that the graph reaches the head on every rank.
     for start in range(0, max(hidden.shape[0], 1), rows):
         piece = hidden[start : start + rows], targets[start : start + rows]
-        if torch.is_grad_enabled():
+        # One chunk is within CHUNK_BYTES anyhow: keeping it is cheaper than computing it twice.
+        if torch.is_grad_enabled() and hidden.shape[0] > rows:
             parts.append(checkpoint(chunk, *piece, use_reentrant=False, preserve_rng_state=False))
         else:
             parts.append(chunk(*piece))

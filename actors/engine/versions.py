@@ -130,7 +130,9 @@ class Versions:
         path = self._locate(key)
         if not path.is_dir():
             raise UnknownVersion(
-                f"no version {key!r} is published", remedy="Sample from a version that publish returned.", field="version"
+                f"no version {key!r} is published",
+                remedy="Sample from a version that publish returned.",
+                field="version",
             )
         if not is_adapter(path):
             raise InvalidInput(

@@ -212,3 +212,11 @@ async def test_the_doorbell_names_the_models(bus: Bus, coordinator: Bus, h: Any)
     await bus.submit(h.command("a", seq=1))
     assert await coordinator.models_with_backlog() == ["a"]
     assert await coordinator.all_models() == ["a", "b"]
+
+
+async def test_takers_at_the_same_time_share_the_commands(bus: Bus, h: Any) -> None:
+    epoch = await h.create(bus)
+    for _ in range(20):
+        await bus.submit(h.command())
+    taken = await asyncio.gather(*(bus.next("m", epoch, 3) for _ in range(8)))
+    assert [t.command.seq for some in taken for t in some] == list(range(1, 21))

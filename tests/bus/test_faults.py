@@ -15,6 +15,7 @@ import pytest
 from tinsmith.bus.connection import open_bus
 from tinsmith.bus.embedded import EmbeddedServer
 from tinsmith.bus.errors import BusLost, BusUnreachable, Busy
+from tinsmith.bus.scripts import SCRIPTS
 from tinsmith.bus.streams import Bus
 
 
@@ -80,13 +81,14 @@ async def test_a_killed_server_loses_no_acknowledged_submit_and_waiters_resolve(
         epoch = await h.create(coordinator)
         acknowledged: list[Any] = []
         effects: list[str] = []
-        stop = asyncio.Event()
+        stop, progress = asyncio.Event(), asyncio.Event()
 
         async def submit() -> None:
             while not stop.is_set():
                 one = h.command()
                 await inbox.submit(one)
                 acknowledged.append(one)
+                progress.set()
 
         async def work() -> None:
             while not stop.is_set() or await coordinator.backlog("m"):
@@ -99,7 +101,8 @@ async def test_a_killed_server_loses_no_acknowledged_submit_and_waiters_resolve(
         for _ in range(3):
             target = len(acknowledged) + 20
             while len(acknowledged) < target:
-                await asyncio.sleep(0.005)
+                progress.clear()
+                await progress.wait()
             await asyncio.to_thread(kill, own_server)
             await asyncio.to_thread(own_server.start, tmp_path / "s")
             back = time.monotonic()
@@ -159,8 +162,6 @@ async def test_memory_full_refuses_submits_but_completes_go_on(
 
 @pytest.mark.parametrize("script", ["submit", "own", "next", "complete", "renew", "trim", "attach", "drain", "free"])
 async def test_a_lost_reply_leaves_the_same_state(bus: Bus, proxy: Any, h: Any, script: str) -> None:
-    from tinsmith.bus.scripts import SCRIPTS
-
     async with await open_bus(f"unix://{proxy.path}", bus.session.keys.bus) as remote:
         proxy.skip, proxy.lose = SCRIPTS[script].sha.encode(), 2
         epoch = await h.create(remote)

@@ -35,7 +35,10 @@ async def test_a_result_that_came_while_the_connection_was_down_is_delivered(bus
 async def test_a_half_open_connection_is_seen_and_no_result_is_lost(bus: Bus, proxy: Any, h: Any) -> None:
     epoch = await h.create(bus)
     async with await open_bus(f"unix://{proxy.path}", bus.session.keys.bus) as remote, remote.inbox() as inbox:
-        one = h.command()
+        first, one = h.command(), h.command()
+        await inbox.submit(first)
+        await done(bus, h, epoch)
+        await inbox.wait(first.id, 5)
         await inbox.submit(one)
         proxy.freeze_all()
         began = time.monotonic()
@@ -137,3 +140,18 @@ async def test_five_hundred_concurrent_samples_need_no_pool(bus: Bus, coordinato
             ends = [coordinator.complete(SAMPLE_LANE, epoch, t.entry_id, h.event(t)) for t in reversed(taken)]
             await asyncio.gather(*ends)
         assert [(await call)[0].id for call in calls] == [one.id for one in commands]
+
+
+async def test_a_result_that_nobody_took_can_still_be_fetched_whole(bus: Bus, coordinator: Bus, h: Any) -> None:
+    epoch = await h.create(coordinator)
+    async with bus.inbox() as inbox:
+        for size in (3, 400_000):
+            one, marker = h.command(), h.command()
+            await inbox.submit(one)
+            with pytest.raises(DeadlineExceeded):
+                await inbox.wait(one.id, 0.01)
+            await inbox.submit(marker)
+            await done(coordinator, h, epoch, 2, bytes(size))
+            await inbox.wait(marker.id, 5)
+            await inbox.drained()
+            assert len((await inbox.wait(one.id, 5))[1]) == size

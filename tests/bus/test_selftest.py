@@ -33,7 +33,7 @@ async def test_a_server_that_evicts_is_refused_by_name_and_remedy(own_server: Em
 
 async def test_no_server_is_unreachable(tmp_path: Path) -> None:
     with pytest.raises(BusUnreachable):
-        await self_test(f"unix://{tmp_path}/absent.sock")
+        await self_test(f"unix://{tmp_path}/absent.sock", connect_seconds=0.1)
 
 
 @pytest.mark.parametrize(("version", "good"), [("5.0.14", False), ("6.0.20", False), ("6.2.0", True), ("10.0.0", True)])

@@ -81,3 +81,51 @@ def test_metrics_logprobs_and_weights_are_the_same_at_1_2_and_3_ranks(
             for name, value in alone[0]["weights"].items():
                 np.testing.assert_allclose(result["weights"][name], value, rtol=1e-5, atol=1e-5, err_msg=name)
                 np.testing.assert_array_equal(result["weights"][name], results[0]["weights"][name])
+
+
+@pytest.mark.parametrize("spec", [LoraSpec(rank=4, seed=3), None], ids=["lora", "full"])
+def test_when_weights_are_freed_and_what_is_recomputed_changes_no_bit(llama: Path, spec: LoraSpec | None) -> None:
+    expected = run_ranks(2, train, llama, spec)[0]["weights"]
+    for reshard, recompute in (("after_forward", False), ("never", False), ("after_forward", True)):
+        options = run_ranks(2, train_with, llama, spec, {"reshard": reshard, "gradient_checkpointing": recompute})
+        for name, value in expected.items():
+            np.testing.assert_array_equal(options[0]["weights"][name], value, err_msg=f"{reshard} {name}")
+
+
+def train_with(mesh: DeviceMesh, path: Path, spec: LoraSpec | None, options: dict[str, Any]) -> dict[str, Any]:
+    return train(mesh, path, spec, **options)
+
+
+def interleaved(mesh: DeviceMesh | None, path: Path, spec: LoraSpec | None, busy: bool) -> list[dict[str, np.ndarray]]:
+    """One model's log-probs and weights while, if busy, others come, train, score and go."""
+    engine = Engine(path, alias="tiny", mesh=mesh, token_budget=40)
+    engine.create("m", CreateModelArgs(base="tiny", lora=spec))
+    out = []
+    for step in range(3):
+        data = batch(5, seed=step)
+        plan = engine.plan(data)
+        args = ForwardArgs(loss="cross_entropy")
+        engine.forward("m", data, plan, args, backward=True)
+        if busy:
+            other = CreateModelArgs(base="tiny", lora=None if step == 1 else LoraSpec(rank=2, unembed=True))
+            engine.create(f"x{step}", other)
+            engine.forward(f"x{step}", data, plan, args, backward=True)
+            engine.forward("m", data, plan, args, backward=False)
+            engine.optim_step(f"x{step}", OptimStepArgs(lr=0.1))
+            if step:
+                engine.unload(f"x{step - 1}")
+        engine.optim_step("m", STEP)
+        scored = engine.forward("m", data, plan, args, backward=False)
+        out.append({str(i): lp for i, lp in zip(scored.indices, scored.logprobs, strict=True)} | weights(engine, "m"))
+    return out
+
+
+@pytest.mark.parametrize("spec", [LoraSpec(rank=4, seed=3), None], ids=["lora", "full"])
+def test_what_other_models_do_on_the_same_ranks_changes_no_bit(llama: Path, spec: LoraSpec | None) -> None:
+    quiet = run_ranks(2, interleaved, llama, spec, False)
+    busy = run_ranks(2, interleaved, llama, spec, True)
+    for before, after in zip(quiet, busy, strict=True):
+        for left, right in zip(before, after, strict=True):
+            assert left.keys() == right.keys()
+            for name in left:
+                np.testing.assert_array_equal(left[name], right[name], err_msg=name)

@@ -219,6 +219,32 @@ def test_what_a_masked_position_holds_leaves_no_trace(loss, bad):
         assert torch.equal(got.columns[name], column), name
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_function_alone_gives_exactly_0_where_no_loss_is_borne(loss):
+    tokens = token_inputs(random_batch(1, (16, 9), 50, loss))
+    if loss == "dro":
+        tokens.inputs["mask"] = (tokens.mask & (torch.arange(16) % 2 == 0)).double()
+    bearing = tokens.bearing(REGISTRY.get(loss).bearing)
+    unread = ~bearing & (tokens.inputs.get("sequence_ratio_mask", torch.zeros(())) == 0)
+    with torch.no_grad():
+        tokens.logprobs[unread] = math.inf
+        if loss != "cross_entropy":
+            tokens.inputs["logprobs"][unread] = math.nan
+    output = REGISTRY.get(loss).function(tokens, REGISTRY.parse_config(loss, CONFIGS[loss]))
+    assert torch.equal(output.loss_mask, bearing)
+    assert output.per_token[~bearing].abs().sum() == 0
+    output.per_token.sum().backward()
+    assert torch.isfinite(tokens.logprobs.grad).all()
+    assert tokens.logprobs.grad[~bearing].abs().sum() == 0
+
+
+def test_padding_never_bears_loss_whatever_the_inputs_hold_there():
+    mask = torch.tensor([[True, False]])
+    for inputs in ({"weights": torch.ones(1, 2)}, {"weights": torch.ones(1, 2, 3)}, {}):
+        tokens = TokenInputs(torch.zeros(1, 2), torch.zeros(1, 2), inputs, mask)
+        assert tokens.bearing(("weights",)).tolist() == [[True, False]]
+
+
 def test_a_target_of_weight_0_among_k_takes_no_part_even_at_minus_infinity():
     data = [Datum([1, 2], {"target_tokens": [[2, 3], [4, 5]], "weights": [[1.0, 0.0], [0.5, 0.5]]})]
     tokens = token_inputs(data)

@@ -71,7 +71,7 @@ class ReferenceTrainer:
         given = kwargs if args is None else {name: getattr(args, name) for name in names}
         lr, beta1, beta2, eps, decay, max_norm = (float({**defaults, **given}[name]) for name in names)
         gradients = self.gradients()
-        norm = math.sqrt(sum(float((g * g).sum()) for g in gradients.values()))
+        norm = math.sqrt(sum(_number((g * g).sum()) for g in gradients.values()))
         coefficient = min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
         self.steps += 1
         update = 0.0
@@ -83,10 +83,10 @@ class ReferenceTrainer:
                 m = self.first[name] / (1 - beta1**self.steps)
                 v = self.second[name] / (1 - beta2**self.steps)
                 new = parameter - lr * decay * parameter - lr * m / (v.sqrt() + eps)
-                update += float(((new - parameter) ** 2).sum())
+                update += _number(((new - parameter) ** 2).sum())
                 parameter.copy_(new)
                 parameter.grad = None
-        weight = math.sqrt(sum(float((p.double() ** 2).sum()) for p in self.parameters.values()))
+        weight = math.sqrt(sum(_number((p.double() ** 2).sum()) for p in self.parameters.values()))
         return {
             "grad_norm": norm,
             "clip_coef": coefficient,
