@@ -21,7 +21,7 @@ import numpy.typing as npt
 from tinsmith.actors.options import ServiceOptions
 from tinsmith.actors.position import Position
 from tinsmith.actors.step import Reply, Step
-from tinsmith.bus.commands import parse_args
+from tinsmith.bus.commands import CreateModelArgs, parse_args
 from tinsmith.bus.datum import unpack_datums
 from tinsmith.bus.envelope import Kind
 from tinsmith.bus.errors import InvalidInput, TinsmithError, UnknownModel, UnknownVersion, VersionExists
@@ -156,7 +156,7 @@ class TrainerRank:
         if kind is Kind.OPTIM_STEP:
             return Reply(scalars=engine.optim_step(model, args))
         if kind is Kind.CREATE_MODEL:
-            return Reply(result=engine.create(model, args))
+            return Reply(result=self._create(engine, model, args))
         if kind is Kind.SAVE:
             place = f"{model}/{args.name}"
             path = self._options.checkpoint_dir(place)
@@ -179,6 +179,20 @@ class TrainerRank:
             engine.unload(model)
             return Reply()
         return Reply(result=engine.info(model))
+
+    def _create(self, engine: Engine, model: str, args: CreateModelArgs) -> dict[str, Any]:
+        """A new model, begun from a checkpoint where one is named; nothing is left of it when that can't be loaded."""
+        if args.checkpoint is None:
+            return engine.create(model, args)
+        path = self._options.checkpoint_dir(args.checkpoint)
+        self._require(path, args.checkpoint)
+        engine.create(model, args.model_copy(update={"checkpoint": None, "optimizer": False}))
+        try:
+            engine.load(model, path, optimizer=args.optimizer)
+        except TinsmithError:
+            engine.unload(model)
+            raise
+        return {**engine.info(model), "checkpoint": args.checkpoint}
 
     def _keep_house(self, step: Step) -> Reply:
         engine = self._held()

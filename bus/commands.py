@@ -11,7 +11,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tinsmith.bus.envelope import NAME_PATTERN, Kind, Name
-from tinsmith.bus.errors import InvalidInput
+from tinsmith.bus.errors import InvalidInput, TinsmithError
+
+REFUSED = "refused"
+"""The only argument (a TinsmithError.to_wire) of a command that its door refused: it takes its place in the order and
+fails with that error there, so that those behind it are not held up by a hole."""
 
 Place = Annotated[str, Field(pattern=f"^{NAME_PATTERN}/{NAME_PATTERN}$")]
 """`model/name`: a checkpoint or a published version of a model."""
@@ -47,11 +51,16 @@ class LoraSpec(Args):
 
 
 class CreateModelArgs(Args):
-    """A new model over the served base: with adapters (`lora`), or full fine-tuning (`lora` null)."""
+    """A new model over the served base: with adapters (`lora`), or full fine-tuning (`lora` null).
+
+    With `checkpoint`, it begins with those weights (and with `optimizer`, that optimizer's state) in the same command.
+    """
 
     base: str = Field(min_length=1)
     lora: LoraSpec | None = None
     metadata: dict[str, str] = {}
+    checkpoint: Place | None = None
+    optimizer: bool = False
 
 
 class ForwardArgs(Args):
@@ -136,8 +145,10 @@ SCHEMAS: dict[Kind, type[Args]] = {
 def parse_args(kind: Kind, args: Mapping[str, Any]) -> Any:
     """The arguments as the kind's schema.
 
-    Raises InvalidInput that names the argument and what is allowed.
+    Raises InvalidInput that names the argument and what is allowed, or the error of a command that was REFUSED.
     """
+    if set(args) == {REFUSED} and isinstance(args[REFUSED], dict):
+        raise TinsmithError.from_wire(args[REFUSED])
     try:
         return SCHEMAS[kind].model_validate(args)
     except ValidationError as error:

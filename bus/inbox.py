@@ -27,10 +27,17 @@ Result = tuple[Event, bytes]
 
 
 class Inbox:
-    """Waits for results. Use as an async context manager, or call `start` and `close`."""
+    """Waits for results. Use as an async context manager, or call `start` and `close`.
 
-    def __init__(self, session: Session, producer: Producer, name: str | None = None) -> None:
+    keep_seconds: how long the bus keeps a body that was received here, for whoever asks again.
+    """
+
+    def __init__(
+        self, session: Session, producer: Producer, name: str | None = None, keep_seconds: float = 0.0
+    ) -> None:
         self.name = check_reader(name) or new_id()
+        self._keep_seconds = keep_seconds
+        self._kept: set[asyncio.TimerHandle] = set()
         self._session = session
         self._producer = producer
         self._wire = session.new_wire()
@@ -53,6 +60,8 @@ class Inbox:
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.wait([self._reader])
+        for timer in self._kept:
+            timer.cancel()
         for job in list(self._jobs):
             job.cancel()
         if self._jobs:
@@ -81,7 +90,8 @@ class Inbox:
             if not isinstance(error, BusUnreachable) and not future.done():
                 self._waiting.pop(command.id, None)
             raise
-        self._accepted.add(command.id)
+        if command.id in self._waiting:  # Its result may have come before this answer.
+            self._accepted.add(command.id)
         if submitted.state == "done":
             self._spawn(self._ask([command.id]))
         return submitted
@@ -116,9 +126,19 @@ class Inbox:
                 f"no result within {deadline:g} s", remedy="Wait again with the same command id.", command=command_id
             ) from None
         # Only now, in the hands of a waiter, may the bus forget the body.
+        if self._keep_seconds:
+            loop = asyncio.get_running_loop()
+            timer: asyncio.TimerHandle = loop.call_later(self._keep_seconds, lambda: self._let_go(command_id, timer))
+            self._kept.add(timer)
+        else:
+            self._let_go(command_id)
+        return result
+
+    def _let_go(self, command_id: str, timer: asyncio.TimerHandle | None = None) -> None:
+        if timer is not None:
+            self._kept.discard(timer)
         self._received.append(command_id)
         self._clean_soon()
-        return result
 
     def _expect(self, command_id: str) -> asyncio.Future[Result]:
         if self._session.lost is not None:
@@ -169,6 +189,8 @@ class Inbox:
     async def _ask(self, ids: list[str], wire: Wire | None = None) -> None:
         """Read the state of commands that are waited for, and resolve those that are done."""
         session = self._session
+        # Fixed before the question: a submit that is on its way may be accepted after the bus has answered.
+        accepted = self._accepted.intersection(ids)
         runs = [("attach", [session.keys.record(command_id)], [self.name]) for command_id in ids]
         try:
             replies = await session.scripts(runs, wire=wire) if runs else []
@@ -188,7 +210,7 @@ class Inbox:
                     self._resolve(command_id, *await result_of(session, reply))
                 except ProtocolError as error:
                     self._reject(command_id, error.at(command=command_id))
-            elif reply[0] == "NONE" and command_id in self._accepted:
+            elif reply[0] == "NONE" and command_id in accepted:
                 self._reject(command_id, unknown_command(command_id))
 
     def _resolve(self, command_id: str, event: Event, body: bytes) -> None:

@@ -94,9 +94,9 @@ class Bus(Producer, Consumer):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def inbox(self, name: str | None = None) -> Inbox:
-        """A reader of results for this process; `async with bus.inbox() as inbox`."""
-        return Inbox(self._session, self, name)
+    def inbox(self, name: str | None = None, keep_seconds: float = 0.0) -> Inbox:
+        """A reader of results for this process; `async with bus.inbox() as inbox`. keep_seconds: see Inbox."""
+        return Inbox(self._session, self, name, keep_seconds)
 
     async def result(self, command_id: str) -> Result | None:
         """The event and body of a done command while they are kept (the body only until its readers have it).

@@ -10,7 +10,7 @@ batches of different size, so logits agree to about 1e-5 and a seeded choice can
 
 from __future__ import annotations
 
-import inspect
+import math
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache
 
-from tinsmith.actors.engine.kv_cache import Masks, SlotCache
-from tinsmith.actors.engine.prefill import Prefill, Prompt, PromptStore, choose_batch, rows_of
-from tinsmith.actors.engine.sample_request import Failed, Finished, Job, Limits, Sample, SampleRequest
+from tinsmith.actors.engine.kv_cache import SlotCache
+from tinsmith.actors.engine.model_pass import ModelPass, rows_of
+from tinsmith.actors.engine.prefill import Prefill, Prompt, PromptStore, choose_batch
+from tinsmith.actors.engine.sample_request import Failed, Finished, Job, Limits, Sample, SampleRequest, end_tokens
 from tinsmith.actors.engine.sampling import Chooser
-from tinsmith.actors.engine.versions import Adapter, AdapterHooks, Versions
-from tinsmith.bus.errors import InvalidInput, NonFinite, TinsmithError, UnknownVersion, UnsupportedModel
+from tinsmith.actors.engine.versions import Versions
+from tinsmith.bus.errors import InvalidInput, NonFinite, TinsmithError, UnknownVersion
 
 
 def _no_versions(key: str) -> Path:
@@ -57,28 +57,13 @@ class Generator:
         max_adapters: int = 64,
         max_adapter_bytes: int = 1 << 31,
     ) -> None:
-        config = model.config.get_text_config()
-        parameters = inspect.signature(model.forward).parameters
-        head = model.get_output_embeddings()
-        context = getattr(config, "max_position_embeddings", None)
-        if "position_ids" not in parameters or head is None or context is None:
-            raise UnsupportedModel(
-                "sampling needs a model with explicit positions, an output head and max_position_embeddings",
-                remedy="Choose a decoder-only base with rotary or learned positions.",
-            )
-        self._model = model
-        # Renamed in transformers 5.24; the versions before know the older name alone.
-        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
-        self._masks = Masks(model)
-        self._device: torch.device = model.device
-        self._vocab_size = int(config.vocab_size)
-        self._limits = Limits(min(context, max_cache_tokens), self._vocab_size, _end_tokens(model), tokenizer)
+        self._pass = ModelPass(model)
+        self._device = self._pass.device
+        context = min(self._pass.context, max_cache_tokens)
+        self._limits = Limits(context, self._pass.vocab_size, end_tokens(model), tokenizer)
         self._max_rows, self._max_cache_tokens = max_rows, max_cache_tokens
         self._prefill_tokens = prefill_tokens
         self._versions = Versions(model, locate, max_count=max_adapters, max_bytes=max_adapter_bytes)
-        self._hooks = AdapterHooks(model)
-        self._head_positions: torch.Tensor | None = None
-        self._head_hook = head.register_forward_pre_hook(self._select_positions)
         self._jobs: dict[str, Job] = {}
         self._waiting: deque[Sample] = deque()
         self._live: list[Sample] = []
@@ -101,6 +86,7 @@ class Generator:
         self._jobs[request.id] = samples[0].job
         self._waiting.extend(samples)
 
+    @torch.inference_mode()
     def cancel(self, id: str) -> bool:
         """Forget a request and free its rows; False when it is not under way. It gets no answer."""
         if id not in self._jobs:
@@ -135,15 +121,14 @@ class Generator:
 
     def close(self) -> None:
         """Take the hooks off the model, which is then as it was."""
-        self._hooks.apply(())
-        self._head_hook.remove()
+        self._pass.close()
 
+    @torch.inference_mode()
     def step(self) -> list[Finished | Failed]:
         """Prefill some, decode one token for every live row; returns the requests that ended."""
-        with torch.inference_mode():
-            self._admit()
-            if self._live:
-                self._decode()
+        self._admit()
+        if self._live:
+            self._decode()
         if not self._waiting:
             self._prefill = None
         if not self._live:
@@ -162,14 +147,14 @@ class Generator:
                     break
                 self._prefill = Prefill(
                     choose_batch(missing, self._prefill_tokens),
-                    vocab_size=self._vocab_size,
+                    vocab_size=self._pass.vocab_size,
                     chunk_tokens=self._prefill_tokens,
                     device=self._device,
                 )
             if spent and spent + self._prefill.next_tokens > self._prefill_tokens:
                 break
             spent += self._prefill.next_tokens
-            prompts = self._prefill.advance(self._forward_prompt)
+            prompts = self._prefill.advance(self._pass.prompt)
             if prompts:
                 self._store.add(prompts)
                 self._prefill = None
@@ -182,7 +167,7 @@ class Generator:
         """The samples at the head of the queue that there is room for, their adapters loaded."""
         picks: list[Sample] = []
         longest = max((sample.length for sample in self._live), default=0)
-        for sample in list(self._waiting):
+        for sample in self._waiting:
             rows = len(self._live) + len(picks) + 1
             longest = max(longest, sample.length)
             if rows > self._max_rows or (rows > 1 and rows * SlotCache.columns(longest + 1) > self._max_cache_tokens):
@@ -235,9 +220,7 @@ class Generator:
             batch = self._batch = _Batch(self._live, self._device)
         shortest = min(sample.length for sample in self._live)
         self._slots.begin(batch.positions, shortest - 1, longest - 1)
-        mask = None if shortest == longest else self._masks(batch.positions, longest - 1)
-        self._hooks.apply(batch.groups)
-        logits = self._forward(batch.tokens, batch.positions[:, None], mask, self._slots)[:, -1]
+        logits = self._pass.decode(batch.tokens, batch.positions, self._slots, batch.groups)
         uniforms = np.array([sample.random.random() for sample in self._live])
         tokens, logprobs = batch.chooser(logits, uniforms)
         batch.advance(tokens)
@@ -249,7 +232,7 @@ class Generator:
         job = sample.job
         if self._jobs.get(job.request.id) is not job:
             return True
-        if not np.isfinite(logprob):
+        if not math.isfinite(logprob):
             self._fail(job, NonFinite("the model's logits are not finite", remedy="Sample from an earlier version."))
             return True
         if not sample.take(token, logprob):
@@ -286,58 +269,18 @@ class Generator:
         self._drop(job.request.id)
         self._ended.append(Failed(job.request.id, error))
 
-    def _forward_prompt(
-        self,
-        tokens: torch.Tensor,
-        offset: int,
-        cache: Cache,
-        adapters: list[Adapter | None],
-        positions: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Logits [rows, 1, vocab] at one position per row, or [rows, n, vocab] at all. Padding is on the right, where
-        no valid token sees it, so transformers' own causal mask is right."""
-        self._hooks.apply(rows_of(adapters, self._device))
-        at = torch.arange(offset, offset + tokens.shape[1], device=self._device).expand(tokens.shape)
-        self._head_positions = positions
-        try:
-            return self._forward(tokens, at, None, cache)
-        finally:
-            self._head_positions = None
-
-    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, mask: Any, cache: Cache) -> torch.Tensor:
-        inputs = {self._cache_argument: cache, "attention_mask": mask, "position_ids": positions}
-        logits: torch.Tensor = self._model(input_ids=tokens, use_cache=True, **inputs).logits
-        return logits
-
-    def _select_positions(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> Any:
-        """Before the output head: keep one position per row, so that no logits are made of the others."""
-        if self._head_positions is None:
-            return None
-        hidden = inputs[0]
-        rows = torch.arange(hidden.shape[0], device=hidden.device)
-        return (hidden[rows, self._head_positions][:, None], *inputs[1:])
-
 
 class _Batch:
     """The live rows as tensors; valid until a row joins or leaves."""
 
     def __init__(self, samples: list[Sample], device: torch.device) -> None:
-        self.tokens = torch.tensor([[sample.tokens[-1]] for sample in samples], device=device)
+        self.tokens = torch.tensor([sample.tokens[-1] for sample in samples], device=device)
         self.positions = torch.tensor([sample.length - 1 for sample in samples], device=device)
         self.chooser = Chooser([sample.job.request.args for sample in samples], device)
         self.groups = rows_of([sample.job.adapter for sample in samples], device)
 
     def advance(self, tokens: torch.Tensor) -> None:
         """The chosen tokens int64 [rows] are the next inputs."""
-        self.tokens = tokens[:, None]
+        self.tokens = tokens
         # A new tensor: the cache still refers to the old one.
         self.positions = self.positions + 1
-
-
-def _end_tokens(model: Any) -> frozenset[int]:
-    """The model's own end tokens: those of its generation config, else of its config."""
-    for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
-        end = getattr(config, "eos_token_id", None)
-        if end is not None:
-            return frozenset([end] if isinstance(end, int) else end)
-    return frozenset()

@@ -82,6 +82,7 @@ class SlotCache(_PositionedCache):
         self._index: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
         self.slots, self.capacity = 0, 0
+        self.ragged, self.longest = False, 0
 
     @staticmethod
     def columns(length: int) -> int:
@@ -125,16 +126,15 @@ class SlotCache(_PositionedCache):
     def begin(self, positions: torch.Tensor, shortest: int, longest: int) -> None:
         """The next forward holds one token per live row, at `positions` int64 [rows], between the two given ones."""
         self._rows, self._past = positions.shape[0], longest
-        if shortest == longest:
-            self._positions = None
-        else:
+        self.ragged, self.longest = shortest != longest, longest
+        if self.ragged:
             self._positions = positions
             self._index = torch.arange(self._rows, device=positions.device)
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> KeyValue:
         """Write one column per row from [rows, heads, 1, dim]; returns views of all live columns."""
         keys, values = self._layers_kv[layer_idx]
-        if self._positions is None:
+        if not self.ragged:
             keys[: self._rows, :, self._past] = key[:, :, 0]
             values[: self._rows, :, self._past] = value[:, :, 0]
         else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -154,15 +153,3 @@ def choose_batch(samples: list[Sample], token_budget: int) -> list[Sample]:
         batch.append(sample)
         longest, real = max(longest, sample.length), real + sample.length
     return batch
-
-
-def rows_of(adapters: list[Adapter | None], device: torch.device) -> list[tuple[Any, Adapter]]:
-    """Rows of the batch by adapter, as AdapterHooks takes them; one adapter for all rows has no index."""
-    groups: dict[int, tuple[Adapter, list[int]]] = {}
-    for row, adapter in enumerate(adapters):
-        if adapter is not None:
-            groups.setdefault(id(adapter), (adapter, []))[1].append(row)
-    return [
-        (None if len(rows) == len(adapters) else torch.tensor(rows, device=device), adapter)
-        for adapter, rows in groups.values()
-    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -143,6 +142,15 @@ class Sample:
         return True
 
 
+def end_tokens(model: Any) -> frozenset[int]:
+    """The model's own end tokens: those of its generation config, else of its config."""
+    for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
+        end = getattr(config, "eos_token_id", None)
+        if end is not None:
+            return frozenset([end] if isinstance(end, int) else end)
+    return frozenset()
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a request is checked against."""
@@ -183,13 +191,16 @@ class Limits:
         stop_tokens = self.end_tokens if args.stop_tokens is None else frozenset(args.stop_tokens)
         tail = [int(token) for token in prompt[-8:]]
         job = Job(SampleRequest(request.id, prompt.astype(np.int32), args, request.version))
-        rule: Callable[[], StopRule] = lambda: StopRule(  # noqa: E731
-            self.tokenizer,
-            tail,
-            stop_tokens=stop_tokens,
-            stop_strings=args.stop_strings,
-            max_tokens=args.max_tokens,
-        )
+
+        def rule() -> StopRule:
+            return StopRule(
+                self.tokenizer,
+                tail,
+                stop_tokens=stop_tokens,
+                stop_strings=args.stop_strings,
+                max_tokens=args.max_tokens,
+            )
+
         return [Sample(job, i, rule(), uniform_stream(args.seed, i)) for i in range(args.n)]
 
     def _in_vocabulary(self, tokens: npt.NDArray[Any], name: str) -> None:

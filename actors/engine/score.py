@@ -106,7 +106,7 @@ def score_frozen(
 def score_general(
     hidden: Tensor, head: Callable[[Tensor], Tensor], vocab: int, targets: Tensor, math: HeadMath
 ) -> tuple[Tensor, Tensor]:
-    """As `score_frozen`, through any head (trainable or adapted): of several chunks each is computed again in backward."""
+    """As `score_frozen`, through any head (trainable or adapted); several chunks are computed again in backward."""
 
     def chunk(states: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         logits = math.apply(head(states))

@@ -1,4 +1,4 @@
-"""Published adapter versions: loaded from PEFT directories, held under a bound, applied to the rows that asked for them.
+"""Published adapter versions: read from PEFT directories, held under a bound, applied to the rows that ask for them.
 
 A version is immutable and found by its full key; a missing one is an error, never the newest in its place.
 """

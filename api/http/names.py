@@ -1,4 +1,4 @@
-"""Ids and paths of the HTTP API. Each is a function of what the client sent, so a repeated request names the same thing.
+"""Ids and paths of the HTTP API. Each is a function of what the client sent, so a repeated request names it again.
 
     session            s-<16 hex>
     model              <session>:train:<model_seq_id>
@@ -76,7 +76,7 @@ def is_name(text: str) -> bool:
 
 
 def given_name(name: object, seq: int) -> str:
-    """The name for a checkpoint or version: the client's, or one made of `seq` when it gave none. Raises InvalidInput."""
+    """The client's name for a checkpoint or version, or one made of `seq` when it gave none. Raises InvalidInput."""
     if name is None:
         return f"{UNNAMED_PREFIX}{seq}"
     if not isinstance(name, str) or not is_name(name) or name.startswith(UNNAMED_PREFIX):

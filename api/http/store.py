@@ -188,5 +188,3 @@ class Store:
             self._cache.clear()
         self._cache[key] = record
         return record
-
-

@@ -155,3 +155,30 @@ async def test_a_result_that_nobody_took_can_still_be_fetched_whole(bus: Bus, co
             await inbox.wait(marker.id, 5)
             await inbox.drained()
             assert len((await inbox.wait(one.id, 5))[1]) == size
+
+
+async def test_a_command_accepted_while_its_state_is_asked_is_not_called_unknown(
+    bus: Bus, coordinator: Bus, h: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    epoch = await h.create(coordinator)
+    real, asked, accepted = bus.session.scripts, asyncio.Event(), asyncio.Event()
+
+    async def late(runs: Any, *args: Any, **options: Any) -> Any:
+        if runs and runs[0][0] == "submit":
+            await asked.wait()
+        replies = await real(runs, *args, **options)
+        if runs and runs[0][0] == "attach":
+            asked.set()
+            await accepted.wait()
+        return replies
+
+    monkeypatch.setattr(bus.session, "scripts", late)
+    inbox, one = bus.inbox(), h.command()
+    submitting = asyncio.create_task(inbox.submit(one, b"x"))  # Its reader asks when it connects, before the submit.
+    await submitting
+    waiting = asyncio.create_task(inbox.wait(one.id, 5))
+    await asyncio.sleep(0)
+    accepted.set()
+    await done(coordinator, h, epoch)
+    assert (await waiting)[1] == b"x"
+    await inbox.close()

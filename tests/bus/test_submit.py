@@ -127,6 +127,7 @@ async def test_large_bodies_travel_as_blobs_and_go_with_their_entry(bus: Bus, h:
         await asyncio.sleep(0)
         await bus.complete("m", epoch, taken.entry_id, h.event(taken), body[::-1])
         done, result = await waiter
+        await inbox.drained()
     assert done.body_bytes == len(body)
     assert result == body[::-1]
     assert not [key for key in await keys_of(bus) if b"}:b:" in key]

@@ -150,7 +150,7 @@ def test_a_gradient_that_is_not_finite_is_refused_before_anything_changes(bad):
     feed(parameters, 1)
     parameters["c"].grad[1, 1, 1] = bad
     before = snapshot(optimizer, parameters)
-    with pytest.raises(NonFinite, match="nothing was changed"):
+    with pytest.raises(NonFinite, match=r"gradient norm is (nan|inf).*nothing was changed"):
         optimizer.step(OptimStepArgs(lr=1e-2, grad_clip_norm=1.0))
     assert same(before, snapshot(optimizer, parameters))
     feed(parameters, 1)

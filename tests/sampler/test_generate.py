@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -231,7 +232,7 @@ def test_rows_that_outgrow_the_cache_wait_and_resume_with_the_same_tokens(model,
     while generator.busy:
         answers |= {answer.id: answer for answer in generator.step()}
         live.append(generator.live_rows)
-    assert any(later < earlier for earlier, later in zip(live, live[1:], strict=False))
+    assert any(later < earlier for earlier, later in itertools.pairwise(live))
     for one in requests:
         assert answers[one.id].sequences[0].tokens.tolist() == roomy[one.id].sequences[0].tokens.tolist()
         np.testing.assert_allclose(
@@ -261,15 +262,15 @@ def test_the_end_token_is_part_of_the_tokens_and_can_be_switched_off(prompts):
     assert answers["given"].sequences[0].stop_reason == "stop"
 
 
-def test_a_stop_string_over_token_borders_ends_the_sample(model, tokenizer, prompts):
-    prompt = next(p for p in prompts if (t := tokenizer.decode(greedy(model, p, 12))).isascii() and len(t) == 12)
-    text = tokenizer.decode(greedy(model, prompt, 12))
-    stop = text[4:7]
+def test_a_stop_string_over_token_borders_ends_the_sample(model, tokenizer):
+    texts = ((token, tokenizer.decode(greedy(model, np.array([token]), 7))) for token in range(3, VOCAB))
+    prompt, text = next((token, text) for token, text in texts if text.isascii() and len(text) == 7)
+    stop = text[2:5]
     end = text.index(stop) + 3
-    args = {"max_tokens": 12, "stop_strings": ("never seen", stop), **NEVER}
-    sequence = run(Generator(model, tokenizer), [request("a", prompt, **args)])["a"].sequences[0]
+    args = {"max_tokens": 7, "stop_strings": ("never seen", stop), **NEVER}
+    sequence = run(Generator(model, tokenizer), [request("a", [prompt], **args)])["a"].sequences[0]
     assert sequence.stop_reason == "stop"
-    assert sequence.tokens.tolist() == greedy(model, prompt, 12)[:end]
+    assert sequence.tokens.tolist() == greedy(model, np.array([prompt]), 7)[:end]
     assert sequence.text == text[: end - 3]
 
 

@@ -1,0 +1,82 @@
+"""The HTTP door on Ray Serve: deployed on the Ray that this process has joined."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tinsmith.api.http.settings import HttpSettings
+from tinsmith.bus.errors import PortInUse, StartupError
+
+if TYPE_CHECKING:
+    from tinsmith.actors.options import ServiceOptions
+
+APP = "tinsmith"
+MAX_ONGOING = 20_000
+"""Requests that one replica holds at once, most of them waiting for a result."""
+KEYS_VARIABLE = "TINSMITH_API_KEYS"
+
+
+async def start_http(
+    options: ServiceOptions, host: str, port: int, *, aliases: Sequence[str] = (), replicas: int = 1
+) -> None:
+    """Answer HTTP at (host, port). `aliases`: more names of the base model.
+
+    Raises PortInUse, or StartupError when the application does not come up.
+    """
+    _check_port(host, port)
+    keys = tuple(key for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key)
+    settings = HttpSettings(
+        bus_url=options.bus_url,
+        bus=options.bus,
+        alias=options.alias,
+        aliases=tuple(aliases),
+        model_path=options.model_path,
+        state_dir=options.state_dir,
+        api_keys=keys,
+    )
+    await asyncio.to_thread(_run, settings, host, port, replicas)
+
+
+async def stop_http() -> None:
+    """Take the application down; requests that wait for a result are let go."""
+    from ray import serve
+
+    await asyncio.to_thread(serve.shutdown)
+
+
+def _run(settings: HttpSettings, host: str, port: int, replicas: int) -> None:
+    from ray import serve
+
+    from tinsmith.api.http.app import make_app
+
+    serve.start(http_options={"host": host, "port": port, "request_timeout_s": None}, proxy_location="HeadOnly")
+    ingress = serve.ingress(functools.partial(make_app, settings))()
+    deployment = serve.deployment(
+        ingress,
+        name="http",
+        num_replicas=replicas,
+        max_ongoing_requests=MAX_ONGOING,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=2,
+        graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=5,
+    )
+    try:
+        serve.run(deployment.bind(), name=APP, route_prefix="/")
+    except RuntimeError as error:
+        serve.shutdown()
+        raise StartupError(f"the HTTP door did not come up: {error}", remedy="See Ray's logs.") from error
+
+
+def _check_port(host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise PortInUse(f"{host}:{port} can't be listened on: {error}", remedy="Use another --port.") from None

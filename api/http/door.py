@@ -1,0 +1,134 @@
+"""One replica's hold on the bus: it puts requests there as commands, and waits for what became of them.
+
+Invariants: a request's id is its command's id, so that a repeated request is the same command, whichever replica takes
+it; a turn in a model's order that was announced is never left open: what can't be carried out is submitted all the
+same, refused, and fails in its place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+
+from tinsmith.api.http.auth import owner_of
+from tinsmith.api.http.names import REFUSED_PREFIX, refused_id, session_of
+from tinsmith.api.http.records import ModelRecord, SessionRecord
+from tinsmith.api.http.settings import HttpSettings
+from tinsmith.api.http.store import Store
+from tinsmith.bus.commands import REFUSED, parse_args
+from tinsmith.bus.connection import open_bus
+from tinsmith.bus.envelope import Command, Event, Kind
+from tinsmith.bus.errors import (
+    CommandConflict,
+    InvalidInput,
+    ModelExists,
+    SeqConflict,
+    TinsmithError,
+    UnknownCommand,
+    UnknownModel,
+)
+from tinsmith.bus.inbox import Inbox, Result
+from tinsmith.bus.status import get_status
+from tinsmith.bus.streams import Bus
+
+
+class Door:
+    """Made by `Door.open` in each replica; holds connections and caches, no state."""
+
+    def __init__(self, settings: HttpSettings, bus: Bus, inbox: Inbox) -> None:
+        self.settings = settings
+        self.bus = bus
+        self.inbox = inbox
+        self.store = Store(bus)
+        self._context: int | None = None
+
+    @classmethod
+    async def open(cls, settings: HttpSettings) -> Door:
+        """Raises BusUnreachable."""
+        bus = await open_bus(settings.bus_url, settings.bus)
+        return cls(settings, bus, await bus.inbox(keep_seconds=settings.keep_seconds).start())
+
+    async def close(self) -> None:
+        """Let go of the bus; whoever still waits is told to ask again."""
+        await self.inbox.close()
+        await self.bus.close()
+
+    async def submit(self, command: Command, body: bytes = b"", error: TinsmithError | None = None) -> str:
+        """Put a request on the bus; returns the id of its future, whose failure tells whatever is wrong with it.
+
+        error: why the request can't be carried out, where that is known already. Raises Busy, BusUnreachable, BusLost.
+        """
+        try:
+            if error is None:
+                parse_args(command.kind, command.args)
+        except InvalidInput as wrong:
+            error = wrong
+        if error is not None:
+            # A batch needs a length to be planned, so that its refusal and not an empty plan is what the ranks meet.
+            lengths = (1,) if command.kind in (Kind.FORWARD, Kind.FORWARD_BACKWARD) else ()
+            command = command.model_copy(update={"args": {REFUSED: error.to_wire()}, "lengths": lengths})
+            body = b""
+        try:
+            await self.inbox.submit(command, body)
+        except (CommandConflict, SeqConflict, UnknownModel, ModelExists) as refusal:
+            return await self.refuse(error or refusal.at(model=command.model, command=command.id))
+        return command.id
+
+    async def refuse(self, error: TinsmithError) -> str:
+        """The id of a future that failed before it could become a command."""
+        request = refused_id()
+        await self.store.put_refusal(request, error)
+        return request
+
+    async def outcome(self, request: str, seconds: float) -> Result:
+        """What became of a request, waited for `seconds`.
+
+        Raises DeadlineExceeded while it is on its way, UnknownCommand when it never was or is no longer kept.
+        """
+        if not request.startswith(REFUSED_PREFIX):
+            return await self.inbox.wait(request, seconds)
+        error = await self.store.refusal(request)
+        if error is None:
+            raise UnknownCommand("no such request, or its refusal is no longer kept", command=request)
+        return Event(id=request, model="refused", kind=Kind.INFO, seq=-1, ok=False, error=error.to_wire()), b""
+
+    def owner(self, request: Request) -> str:
+        """Who asks. Raises HttpError 401."""
+        return owner_of(request, self.settings.api_keys)
+
+    async def session(self, request: Request, session: str) -> SessionRecord:
+        """A session of the caller's. Raises InvalidInput when it is over, never was, or is another tenant's."""
+        owner = self.owner(request)
+        record = await self.store.session(session)
+        if record is None or record.owner != owner:
+            raise InvalidInput(f"there is no session {session!r}", remedy="Create one; it may be over.")
+        return record
+
+    async def model(self, request: Request, model: str) -> ModelRecord:
+        """A training run of the caller's. Raises UnknownModel."""
+        owner = self.owner(request)
+        record = await self.store.model(model)
+        if record is None or record.owner != owner:
+            raise UnknownModel("there is no such model", remedy="Create it first.", model=model)
+        return record
+
+    async def check_owner(self, request: Request, name: str) -> None:
+        """Whether a model, sampling session or request is of a session of the caller's. Raises UnknownModel."""
+        owner = self.owner(request)
+        record = await self.store.session(session_of(name))
+        if record is not None and record.owner != owner:
+            raise UnknownModel("there is no such model or request", remedy="Use the key that made it.", model=name)
+
+    async def status(self) -> dict[str, Any] | None:
+        """What the service last said of itself; None when it is silent."""
+        return await get_status(self.bus)
+
+    async def context(self) -> int:
+        """Tokens that the base model can hold. Raises TinsmithError while the service has not said so."""
+        if self._context is None:
+            status = await self.status()
+            if status is None:
+                raise TinsmithError("the service is not up", remedy="Try again in a moment.")
+            self._context = int(status["trainer"]["context"])
+        return self._context

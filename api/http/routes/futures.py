@@ -1,0 +1,36 @@
+"""Tinker API: what became of a request, held until it is known."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from tinsmith.api.http.fields import field
+from tinsmith.api.http.names import REFUSED_PREFIX
+from tinsmith.api.http.responses import PROTOBUF, HttpError, json_response, proto_response, read_object
+from tinsmith.api.http.routes.session import door_of
+from tinsmith.api.http.wire.results import PROTO_KINDS, as_json, as_proto
+from tinsmith.bus.envelope import Kind
+from tinsmith.bus.errors import BusUnreachable, DeadlineExceeded, UnknownCommand
+
+router = APIRouter(prefix="/api/v1")
+
+
+@router.post("/retrieve_future")
+async def retrieve_future(request: Request) -> Response:
+    """The result; 408 when it is not there yet after half a minute, 410 when it is no longer kept."""
+    door, body = door_of(request), await read_object(request)
+    name = field(body, "request_id", str)
+    if not name.startswith(REFUSED_PREFIX):
+        await door.check_owner(request, name)
+    try:
+        event, result = await door.outcome(name, door.settings.poll_seconds)
+        if event.kind is Kind.CREATE_MODEL and not event.ok:
+            await door.store.drop_model(event.model)
+        if event.ok and event.kind in PROTO_KINDS and PROTOBUF in request.headers.get("accept", ""):
+            return proto_response(as_proto(event, result))
+        return json_response(as_json(event, result))
+    except (DeadlineExceeded, BusUnreachable):
+        pending = {"type": "try_again", "request_id": name, "queue_state": "active", "queue_state_reason": None}
+        return json_response(pending, 408)
+    except UnknownCommand as error:
+        raise HttpError(410, str(error)) from None

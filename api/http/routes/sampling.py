@@ -1,0 +1,98 @@
+"""Tinker API: sampling. A request is answered at once with the id of its future; nothing here has an order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from tinsmith.api.http.door import Door
+from tinsmith.api.http.fields import field, maybe, optional
+from tinsmith.api.http.names import request_id
+from tinsmith.api.http.records import SamplerRecord
+from tinsmith.api.http.responses import json_response, read_object
+from tinsmith.api.http.routes.session import door_of
+from tinsmith.api.http.wire.batches import tokens_of
+from tinsmith.bus.codec import encode
+from tinsmith.bus.envelope import SAMPLE_LANE, Command, Kind
+from tinsmith.bus.errors import InvalidInput, TinsmithError, UnknownVersion
+
+router = APIRouter(prefix="/api/v1")
+
+UNSUPPORTED = ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k", "record_stability_info")
+"""Numbers and switches that must be zero, false or absent."""
+
+
+@router.post("/asample")
+async def asample(request: Request) -> Response:
+    """Sample from the version of a sampling session."""
+    door, body = door_of(request), await read_object(request)
+    sampler, seq = field(body, "sampling_session_id", str), field(body, "seq_id", int)
+    await door.check_owner(request, sampler)
+    record = await door.store.sampler(sampler)
+    name = request_id(sampler, seq)
+    args: dict[str, Any] = {}
+    content = b""
+    error: TinsmithError | None = None
+    try:
+        if record is None:
+            raise UnknownVersion(f"there is no sampling session {sampler!r}", remedy="Create it; it may be over.")
+        prompt = tokens_of(body.get("prompt"))
+        content = encode({"prompt": prompt})
+        args = await _args(door, record, body, len(prompt))
+    except InvalidInput as wrong:
+        error = wrong
+    command = Command(id=name, model=SAMPLE_LANE, kind=Kind.SAMPLE, seq=-1, args=args)
+    future = await door.submit(command, content, error)
+    count = body.get("num_samples", 1)
+    count = count if isinstance(count, int) and 0 < count <= 1024 else 1
+    return json_response({"request_id": future, "sample_sequence_ids": [f"{name}:{i}" for i in range(count)]})
+
+
+@router.get("/samplers/{sampler}")
+async def get_sampler(request: Request, sampler: str) -> Response:
+    """Over which base model and weights a sampling session is."""
+    door = door_of(request)
+    await door.check_owner(request, sampler)
+    record = await door.store.sampler(sampler)
+    if record is None:
+        raise UnknownVersion(f"there is no sampling session {sampler!r}", remedy="Create it; it may be over.")
+    return json_response({"sampler_id": sampler, "base_model": record.base, "model_path": record.model_path})
+
+
+async def _args(door: Door, record: SamplerRecord, body: Mapping[str, Any], prompt_tokens: int) -> dict[str, Any]:
+    for name in UNSUPPORTED:
+        if body.get(name):
+            raise InvalidInput("this service can't do that", remedy="Leave it out.", field=name)
+    for name in ("target_prompt_logprobs", "prompt_logprobs_last_n"):
+        if body.get(name) is not None:
+            raise InvalidInput("this service can't do that", remedy="Leave it out.", field=name)
+    params = optional(body, "sampling_params", dict[str, Any], {})
+    most = maybe(params, "max_tokens", int)
+    if most is None:
+        # As many as the context has room for.
+        most = max(1, await door.context() - prompt_tokens)
+    return {
+        "version": record.version,
+        "n": optional(body, "num_samples", int, 1),
+        "max_tokens": most,
+        "temperature": optional(params, "temperature", float, 1.0),
+        "top_k": optional(params, "top_k", int, -1),
+        "top_p": optional(params, "top_p", float, 1.0),
+        "seed": maybe(params, "seed", int),
+        "prompt_logprobs": optional(body, "prompt_logprobs", bool, False),
+        **stop_args(params.get("stop")),
+    }
+
+
+def stop_args(stop: Any) -> dict[str, Any]:
+    """Stop rules: absent, the model's own end tokens; strings, those too; token ids, those alone; [], none at all."""
+    if stop is None:
+        return {}
+    listed = [stop] if isinstance(stop, str) else stop
+    if isinstance(listed, list) and listed and all(isinstance(item, str) for item in listed):
+        return {"stop_strings": listed}
+    if isinstance(listed, list) and all(type(item) is int for item in listed):
+        return {"stop_tokens": listed}
+    raise InvalidInput("neither strings nor token ids", remedy="Send one kind.", field="stop")
