@@ -17,6 +17,11 @@ def default_state() -> Path:
     return Path(given) if given else Path.home() / ".local" / "state" / "tinsmith"
 
 
+def default_cache() -> Path:
+    """`tinsmith` in the user's cache folder: what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tinsmith"
+
+
 def resolve_url(url: str | os.PathLike[str] | None = None) -> str:
     """The bus's URL: `url` (a redis:// or unix:// URL, or a service's state directory), else $REDIS_URL, else the
     local service's. Raises BusUnreachable that says what to start."""

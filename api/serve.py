@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
+import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from tinsmith.actors.metrics import Catalogue
 from tinsmith.actors.options import ServiceOptions
-from tinsmith.api.address import URL_FILE, default_state
+from tinsmith.api.address import URL_FILE, default_cache, default_state
 from tinsmith.bus.embedded import EmbeddedServer
-from tinsmith.bus.errors import NotAModel, StartupError
+from tinsmith.bus.errors import NotAModel, StartupError, TinsmithError
 from tinsmith.bus.selftest import self_test
 
 
@@ -44,10 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def serve(args: argparse.Namespace) -> int:
     """Run until a signal; returns the exit code. Raises StartupError and its kin before `ready`."""
     model = Path(args.model).expanduser().resolve()
-    if not model.exists():
-        raise NotAModel(
-            f"{model} does not exist", remedy="Name a folder with config.json and *.safetensors, or a .gguf."
-        )
+    _check_early(model, args)
     state = Path(args.state if args.state is not None else default_state()).expanduser().resolve()
     state.mkdir(parents=True, exist_ok=True, mode=0o700)
     redis = args.redis or os.environ.get("REDIS_URL")
@@ -55,18 +56,50 @@ def serve(args: argparse.Namespace) -> int:
     _say("starting the bus")
     url = redis or EmbeddedServer.start(server, state)  # type: ignore[arg-type]
     try:
-        return asyncio.run(_serve(_options(args, model, state, url), args.ray or os.environ.get("RAY_ADDRESS")))
+        alias = args.alias or model.stem
+        model = _unpacked(model)
+        return asyncio.run(_serve(_options(args, model, alias, state, url), args.ray or os.environ.get("RAY_ADDRESS")))
     finally:
         (state / URL_FILE).unlink(missing_ok=True)
         if server is not None:
             server.stop()
 
 
-def _options(args: argparse.Namespace, model: Path, state: Path, url: str) -> ServiceOptions:
+def _check_early(model: Path, args: argparse.Namespace) -> None:
+    """Refuse at once what needs no torch and no Ray to be refused; the ranks check the rest when they load."""
+    if not (model.suffix == ".gguf" or (model / "config.json").is_file() or any(model.glob("*.gguf"))):
+        what = "is not a model" if model.exists() else "does not exist"
+        raise NotAModel(f"{model} {what}", remedy="Name a folder with config.json and *.safetensors, or a .gguf file.")
+    Catalogue.load([Path(overlay) for overlay in args.metrics])
+    for module in args.losses:
+        try:
+            found = importlib.util.find_spec(module)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            raise StartupError(f"losses module {module!r} can't be found", remedy="Install it, or set PYTHONPATH.")
+
+
+def _unpacked(model: Path) -> Path:
+    """The model as a folder that loads fast; a .gguf is unpacked once, by a process that may import torch."""
+    if model.suffix != ".gguf" and (model / "config.json").is_file():
+        return model
+    _say(f"unpacking {model.name} (once; kept in {default_cache()})")
+    command = [sys.executable, "-m", "tinsmith.actors.engine.gguf", str(model), str(default_cache())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = done.stdout.strip().rpartition("\n")[2]
+    if done.returncode == 0:
+        return Path(said)
+    if said.startswith("{"):
+        raise TinsmithError.from_wire(json.loads(said))
+    raise StartupError(f"{model} could not be unpacked: {done.stderr.strip()[-500:]}")
+
+
+def _options(args: argparse.Namespace, model: Path, alias: str, state: Path, url: str) -> ServiceOptions:
     try:
         return ServiceOptions(
             model_path=str(model),
-            alias=args.alias or model.stem,
+            alias=alias,
             state_dir=str(state),
             bus_url=url,
             bus=args.bus,

@@ -38,6 +38,8 @@ class TinsmithError(Exception):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "code" not in cls.__dict__:
+            return  # Made by a framework around one of ours, as Ray does: it keeps its parent's code.
         taken = TinsmithError._codes.setdefault(cls.code, cls)
         if taken is not cls:
             raise TypeError(f"error code {cls.code!r} is declared by both {taken.__name__} and {cls.__name__}")
@@ -67,7 +69,7 @@ class TinsmithError(Exception):
         """The error that `to_wire` described; an unknown code (a newer server) becomes a plain TinsmithError."""
         cls = TinsmithError._codes.get(str(wire.get("code")), TinsmithError)
         places = {name: wire.get(name) for name in _PLACES}
-        return cls(str(wire.get("message", "")), remedy=str(wire.get("remedy", "")), **places)  # type: ignore[arg-type]
+        return cls(str(wire.get("message", "")), remedy=str(wire.get("remedy", "")), **places)
 
 
 # What the caller sent.

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tinsmith.api import Client, Model, connect
+from tinsmith.bus.errors import InvalidInput
 from tinsmith.ops.curves import draw_curves, require_matplotlib
 from tinsmith.ops.examples.rl_loop import Step, evaluate, train
 from tinsmith.ops.examples.supervised import teach
@@ -52,8 +53,10 @@ async def run_demo(
     """Train, show, draw `out` (PNG). Returns 0 when the held-out reward rose, else 1.
 
     url: a running service that holds the model under the alias `model`; without one, a service of its own is started
-    and stopped. Raises NotAModel or StartupError before anything was started.
+    and stopped. Raises InvalidInput, NotAModel or StartupError before anything was started.
     """
+    if steps is not None and steps < 1:
+        raise InvalidInput(f"{steps} steps", remedy="Ask for 1 or more.", field="--steps")
     console = console or Console()
     begun = time.monotonic()
     require_matplotlib()
@@ -65,7 +68,9 @@ async def run_demo(
             path, task = await asyncio.to_thread(make_tiny, Path(folder), seed=seed), reversals(steps, seed)
         console.print(f"[bold]tinsmith demo[/]: {model} learns to {task.about}")
         if url is None:
-            starting = local_service(path, model, lambda text: console.print(f"  service: {text}", style="dim"))
+            starting = local_service(
+                path, model, lambda text: console.print(f"  service: {text}", style="dim", soft_wrap=True)
+            )
             url = await stack.enter_async_context(starting)
         tokenizer = await asyncio.to_thread(load_tokenizer, path)
         client = await stack.enter_async_context(connect(url))
@@ -102,7 +107,8 @@ async def _learn(
 
 
 async def _teach(model: Model, tokenizer: Any, lessons: Lessons, console: Console) -> None:
-    losses = [loss async for loss in teach(model, tokenizer, lessons.batches, lessons.lr)]
+    with console.status("supervised fine-tuning"):
+        losses = [loss async for loss in teach(model, tokenizer, lessons.batches, lessons.lr)]
     console.print(f"supervised: {len(losses)} steps, loss {losses[0]:.2f} -> {losses[-1]:.2f} nats per token")
 
 
@@ -129,7 +135,7 @@ async def _show(steps: AsyncIterator[Step], total: int, console: Console) -> lis
 
 def _line(step: Step) -> str:
     return (
-        f"reward {step.reward:.3f}  loss {step.loss:+.4f}  grad_norm {step.grad_norm:.3g}  "
+        f"reward {step.reward:.3f}  loss {step.loss:+.2e}  grad_norm {step.grad_norm:.3g}  "
         f"{step.tokens_per_second:.0f} tokens/s"
     )
 

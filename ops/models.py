@@ -45,6 +45,7 @@ def make_tiny(path: Path, *, seed: int = 0, hidden: int = 64, layers: int = 2, c
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils import logging
 
     vocabulary = {END: 0, **{character: i for i, character in enumerate(CHARACTERS, 1)}}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=END))
@@ -66,6 +67,7 @@ def make_tiny(path: Path, *, seed: int = 0, hidden: int = 64, layers: int = 2, c
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
+    logging.disable_progress_bar()
     model.save_pretrained(path)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
     fast.save_pretrained(path)

@@ -7,11 +7,14 @@ load the unpacked directory in a fraction of that, with the same float32 weights
 from __future__ import annotations
 
 import hashlib
+import json
+import sys
 from pathlib import Path
 from typing import Any, cast
 
 from tinsmith.actors.engine.base import load_base, load_tokenizer, locate
 from tinsmith.actors.engine.checkpoint import write_directory
+from tinsmith.bus.errors import TinsmithError
 
 
 def unpacked(path: str | Path, cache: Path) -> Path:
@@ -37,3 +40,17 @@ def unpacked(path: str | Path, cache: Path) -> Path:
 
     write_directory(place, fill)
     return place
+
+
+def main(path: str, cache: str) -> int:
+    """Unpack in a process of its own: prints the directory, or the typed error as JSON with exit code 1."""
+    try:
+        print(unpacked(path, Path(cache)))
+    except TinsmithError as error:
+        print(json.dumps(error.to_wire()))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

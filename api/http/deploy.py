@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import functools
+import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -50,14 +50,22 @@ async def stop_http() -> None:
 
 
 def _run(settings: HttpSettings, host: str, port: int, replicas: int) -> None:
+    from fastapi import FastAPI
     from ray import serve
+    from ray.serve.schema import LoggingConfig
 
     from tinsmith.api.http.app import make_app
 
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+
     serve.start(http_options={"host": host, "port": port, "request_timeout_s": None}, proxy_location="HeadOnly")
-    ingress = serve.ingress(functools.partial(make_app, settings))()
+
+    # A plain function, which is how Serve knows that the replica is to make the application itself.
+    def build() -> FastAPI:
+        return make_app(settings)
+
     deployment = serve.deployment(
-        ingress,
+        serve.ingress(build)(),
         name="http",
         num_replicas=replicas,
         max_ongoing_requests=MAX_ONGOING,
@@ -65,6 +73,7 @@ def _run(settings: HttpSettings, host: str, port: int, replicas: int) -> None:
         graceful_shutdown_timeout_s=2,
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=5,
+        logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
     )
     try:
         serve.run(deployment.bind(), name=APP, route_prefix="/")

@@ -1,6 +1,6 @@
 """Reinforcement learning that is driven by events: each new published version of the weights starts the next rollout.
 
-    version published -> sample groups of answers -> verify -> forward_backward, optim_step, publish -> version published
+    version published -> sample groups of answers -> verify -> forward_backward, optim_step, publish -> published ...
 
 The three commands of a step are enqueued at once and in order; what came of them is read from the model's events.
 """

@@ -58,7 +58,7 @@ def reversals(steps: int | None = None, seed: int = 0) -> Task:
         picks = [train[i] for i in random.integers(len(train), size=64)]
         forms = np.where(random.random(64) < 0.6, "=", "")
         batches.append([(p.prompt, f"{form}{p.answer}\n") for p, form in zip(picks, forms, strict=True)])
-    recipe = Recipe(steps=steps or 25, problems_per_step=16, samples_per_problem=8, max_tokens=4, lr=2e-3, seed=seed)
+    recipe = Recipe(steps=steps or 20, problems_per_step=16, samples_per_problem=8, max_tokens=4, lr=2e-3, seed=seed)
     lessons = Lessons(batches, lr=3e-3)
     return Task(
         "reverse two digits", train, held_out, recipe, lora_rank=16, lora_alpha=32.0, unembed=True, lessons=lessons
