@@ -56,6 +56,8 @@ class SamplingLane:
         """Take and answer for ever."""
         self._epoch = await self._leases.own(SAMPLE_LANE)
         while True:
+            # Before the look, not after it: what rings meanwhile must be looked for again.
+            self._rung.clear()
             room = self._options.max_pending_samples - len(self._tasks)
             taken = []
             if room > 0:
@@ -65,7 +67,6 @@ class SamplingLane:
                 self._tasks.add(task)
                 task.add_done_callback(self._ended)
             if not taken:
-                self._rung.clear()
                 await self._rung.wait()
 
     def _ended(self, task: asyncio.Task[None]) -> None:

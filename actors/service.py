@@ -32,6 +32,8 @@ def start_ray(address: str | None) -> bool:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Ray's workers would otherwise yield to every other program on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # A machine that is busy with other work may take longer than Ray's 60 s.
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")
     common: dict[str, Any] = {"logging_level": "error", "log_to_driver": False, "namespace": "tinsmith"}
     if address is not None:
         try:

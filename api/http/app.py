@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,7 +11,8 @@ from fastapi import FastAPI
 from tinsmith.api.http.door import Door
 from tinsmith.api.http.errors import answer_http_error, answer_typed_error
 from tinsmith.api.http.responses import HttpError
-from tinsmith.api.http.routes import futures, sampling, session, training
+from tinsmith.api.http.routes import futures, rest, sampling, session, training
+from tinsmith.api.http.sweeper import sweep_for_ever
 from tinsmith.api.http.settings import HttpSettings
 from tinsmith.bus.errors import TinsmithError
 
@@ -21,13 +23,15 @@ def make_app(settings: HttpSettings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.door = await Door.open(settings)
+        sweeping = asyncio.create_task(sweep_for_ever(app.state.door))
         try:
             yield
         finally:
+            sweeping.cancel()
             await app.state.door.close()
 
     app = FastAPI(title="Tinsmith", lifespan=lifespan, openapi_url=None)
-    for part in (session, training, futures, sampling):
+    for part in (session, training, futures, sampling, rest):
         app.include_router(part.router)
     app.add_exception_handler(HttpError, answer_http_error)
     app.add_exception_handler(TinsmithError, answer_typed_error)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,31 @@ APP = "tinsmith"
 MAX_ONGOING = 20_000
 """Requests that one replica holds at once, most of them waiting for a result."""
 KEYS_VARIABLE = "TINSMITH_API_KEYS"
+
+
+def prepare_environment() -> None:
+    """Settings that Serve's own processes read when they start; call it before Ray is started. What is set already wins.
+
+    HAProxy in front of the replicas, instead of a proxy in Python, takes requests about eight times as fast.
+    """
+    defaults = {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        # Ends with the service, instead of half a minute after it.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
+        "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "0.5",
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "2",
+        "RAY_SERVE_HAPROXY_MAXCONN": "16384",
+        "RAY_SERVE_HAPROXY_NBTHREAD": "2",
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{_scratch()}/haproxy.cfg",
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{_scratch()}/admin.sock",
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": _scratch(),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{_scratch()}/server-state",
+        # Its own metrics and statistics: fixed ports would keep two services off one machine.
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
 
 
 async def start_http(
@@ -89,3 +115,13 @@ def _check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise PortInUse(f"{host}:{port} can't be listened on: {error}", remedy="Use another --port.") from None
+
+
+def _scratch() -> str:
+    return f"{tempfile.gettempdir()}/ts-haproxy-{os.getuid()}-{os.getpid()}"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -9,14 +9,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
-from batches import supervised
+from batches import rollouts, supervised
 from serving import Service, processes_of, run_cli, start_service
 
-from tinsmith.api import connect
+from tinsmith.api import Datum, connect
 from tinsmith.bus.embedded import EmbeddedServer, find_server
+from tinsmith.bus.errors import Gap
 
 
 def refused(*args: str, env: dict[str, str] | None = None) -> str:
@@ -65,36 +68,31 @@ def test_a_losses_module_that_does_not_exist_is_refused_and_named(tiny_model: Pa
     assert "no.such.module" in said
 
 
-@pytest.fixture
-def redis_server(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
+@contextmanager
+def running_redis(folder: Path) -> Iterator[tuple[str, int]]:
     """A server of the machine's own (redis-server where it is installed), as a user runs one: by TCP."""
     binary = shutil.which("redis-server") or str(find_server())
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(tmp_path), "--save", ""]
+    command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     while "eady to accept connections" not in process.stdout.readline():
         assert process.poll() is None
-    yield f"redis://127.0.0.1:{port}", command
-    process.terminate()
-    process.wait(10)
+    try:
+        yield f"redis://127.0.0.1:{port}", port
+    finally:
+        process.terminate()
+        process.wait(10)
 
 
-def test_a_server_that_may_drop_commands_is_refused_with_the_remedy(
-    tiny_model: Path, tmp_path: Path, redis_server: tuple[str, list[str]]
-) -> None:
-    url, command = redis_server
-    cli = command[0].replace("-server", "-cli")
-    port = url.rpartition(":")[2]
-    if shutil.which(cli) is None:
-        with socket.create_connection(("127.0.0.1", int(port))) as raw:
+def test_a_server_that_may_drop_commands_is_refused_with_the_remedy(tiny_model: Path, tmp_path: Path) -> None:
+    with running_redis(tmp_path) as (url, port):
+        with socket.create_connection(("127.0.0.1", port)) as raw:
             raw.sendall(b"CONFIG SET maxmemory-policy allkeys-lru\r\n")
             assert raw.recv(64).startswith(b"+OK")
-    else:
-        subprocess.run([cli, "-p", port, "CONFIG", "SET", "maxmemory-policy", "allkeys-lru"], check=True)
-    said = refused("--model", str(tiny_model), "--state", str(tmp_path / "state"), env={"REDIS_URL": url})
+        said = refused("--model", str(tiny_model), "--state", str(tmp_path / "state"), env={"REDIS_URL": url})
     assert "UnsafeServer" in said
     assert "allkeys-lru" in said
     assert "noeviction" in said
@@ -118,33 +116,120 @@ asyncio.run(main(sys.argv[1]))
 """
 
 
-def test_two_programs_drive_two_models_over_redis_url_and_a_third_follows_from_the_beginning(
-    tiny_model: Path, tmp_path: Path, redis_server: tuple[str, list[str]]
-) -> None:
-    url, _ = redis_server
-    env = {"REDIS_URL": url}
-    running = start_service(tiny_model, tmp_path / "state", "--alias", "tiny", "--samplers", "0", env=env)
-    try:
-        clients = [
-            subprocess.Popen(
-                [sys.executable, "-c", CLIENT, name], env={**os.environ, **env}, stdout=subprocess.PIPE, text=True
-            )
-            for name in ("left", "rightmost")
-        ]
-        for client in clients:
-            out, _ = client.communicate(timeout=120)
-            losses = [float(line.split()[0]) for line in out.splitlines()]
-            assert client.returncode == 0
-            assert len(losses) == 5
-            assert losses[-1] < losses[0]
-        watched = run_cli("watch", "--since", "0", "--count", "22", env=env)
-        assert watched.returncode == 0
-        for name in ("left", "rightmost"):
-            seqs = [line.split()[2] for line in watched.stdout.splitlines() if line.split()[1] == name]
-            assert seqs == [f"seq={n}" for n in range(11)]
-    finally:
+OVERLAY = """
+[worst_loss]
+reduce = "max"
+source = ["loss"]
+unit = "nats"
+help = "The largest loss of any datum."
+
+[sequences]
+rename = "episodes"
+
+[squared_error]
+reduce = "sum"
+source = ["squared_error"]
+unit = "nats^2"
+help = "The column of a loss of the user's own."
+"""
+
+LOSSES = """
+from tinsmith.actors.engine.losses import Loss, LossOutput, keep
+
+
+def pull(tokens, config):
+    error = keep(tokens.mask, tokens.logprobs - config["target"])
+    return LossOutput(error.square(), tokens.mask, {"squared_error": error.square().sum(-1)})
+
+
+def register(registry):
+    from tinsmith.actors.engine.losses import ConfigField
+
+    registry.register(Loss("pull", pull, config=(ConfigField("target", float, -1.0),), columns=("squared_error",)))
+"""
+
+
+@pytest.fixture(scope="module")
+def own_redis(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, dict[str, str]]]:
+    """A service of one rank on a server of the machine's own, with a metric overlay and a loss of the user's."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "mine.toml").write_text(OVERLAY)
+    (folder / "my_losses.py").write_text(LOSSES)
+    with running_redis(folder) as (url, _):
+        env = {"REDIS_URL": url, "PYTHONPATH": str(folder)}
+        options = ["--ranks", "1", "--samplers", "0", "--metrics", str(folder / "mine.toml"), "--losses", "my_losses"]
+        running = start_service(tiny_model, folder / "state", "--alias", "tiny", *options, env=env)
+        yield running, {"REDIS_URL": url}
         running.stop()
-    assert processes_of(running.state) == []
+        assert processes_of(running.state) == []
+
+
+def test_two_programs_drive_two_models_over_redis_url_and_a_third_follows_from_the_beginning(
+    own_redis: tuple[Service, dict[str, str]],
+) -> None:
+    _, env = own_redis
+    clients = [
+        subprocess.Popen(
+            [sys.executable, "-c", CLIENT, name], env={**os.environ, **env}, stdout=subprocess.PIPE, text=True
+        )
+        for name in ("left", "rightmost")
+    ]
+    for client in clients:
+        out, _ = client.communicate(timeout=120)
+        losses = [float(line.split()[0]) for line in out.splitlines()]
+        assert client.returncode == 0
+        assert len(losses) == 5
+        assert losses[-1] < losses[0]
+    watched = run_cli("watch", "--since", "0", "--models", "left", "rightmost", "--count", "22", env=env)
+    assert watched.returncode == 0
+    for name in ("left", "rightmost"):
+        seqs = [line.split()[2] for line in watched.stdout.splitlines() if line.split()[1] == name]
+        assert seqs == [f"seq={n}" for n in range(11)]
+
+
+async def test_a_metric_is_added_or_renamed_by_one_toml_entry_and_a_loss_by_one_module(
+    own_redis: tuple[Service, dict[str, str]],
+) -> None:
+    _, env = own_redis
+    async with connect(env["REDIS_URL"]) as client:
+        model = await client.create_model("tiny", name="measured", lora_rank=4)
+        data = supervised(1)
+        metrics = (await model.forward_backward(data, "cross_entropy")).metrics
+        each = [(await model.forward([datum], "cross_entropy")).metrics["loss:sum"] for datum in data]
+        assert metrics["worst_loss:max"] == pytest.approx(max(each), rel=1e-5)
+        assert metrics["episodes:sum"] == len(data)
+        assert "sequences:sum" not in metrics
+        bare = [Datum(d.tokens, {"target_tokens": d.inputs["target_tokens"]}) for d in data]
+        pulled = await model.forward_backward(bare, "pull", {"target": -2.0})
+        expected = sum(float(((array.astype(float) + 2.0) ** 2).sum()) for array in pulled.logprobs)
+        assert pulled.metrics["squared_error:sum"] == pytest.approx(expected, rel=1e-5)
+        async for seen in client.events(["measured"], since="0"):
+            if not isinstance(seen, Gap) and seen.event.id == pulled.event.id:
+                assert seen.event.metrics == pulled.metrics
+                break
+
+
+async def test_one_rank_and_two_ranks_give_the_same_numbers(
+    service: Service, own_redis: tuple[Service, dict[str, str]]
+) -> None:
+    _, env = own_redis
+    told = []
+    for url in (str(service.state), env["REDIS_URL"]):
+        async with connect(url) as client:
+            model = await client.create_model("tiny", lora_rank=4)
+            first = model.forward_backward(rollouts(1), "ppo")
+            step = model.optim_step(lr=1e-2, grad_clip_norm=0.5)
+            after = model.forward(rollouts(2), "ppo")
+            told.append([await first, await step, await after])
+    cut = {"tokens_computed:sum", "padding_share:mean", "padding_share:sum", "micro_batches:sum"}
+    renamed = {"episodes:sum": "sequences:sum"}
+    for two, one in zip(*told, strict=True):
+        metrics = {renamed.get(k, k): v for k, v in one.metrics.items() if not k.startswith(("worst_loss", "squared"))}
+        assert metrics.keys() == two.metrics.keys()
+        for key in metrics.keys() - cut:
+            assert metrics[key] == pytest.approx(two.metrics[key], rel=1e-5, abs=1e-9), key
+    for two, one in zip(told[0][2].logprobs, told[1][2].logprobs, strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5)
 
 
 async def check_goes_on(service: Service, step: int) -> None:

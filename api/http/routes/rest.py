@@ -1,0 +1,189 @@
+"""Tinker API: training runs, checkpoints and sessions, for RestClient and the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from tinsmith.api.http.catalog import Saved, remove, run_as_json, saved
+from tinsmith.api.http.door import Door
+from tinsmith.api.http.fields import field, maybe
+from tinsmith.api.http.names import TinkerPath, parse_path, session_of
+from tinsmith.api.http.records import ModelRecord, SaveRecord
+from tinsmith.api.http.responses import json_response, read_object
+from tinsmith.api.http.routes.session import door_of
+from tinsmith.bus.errors import InvalidInput, UnknownModel, UnknownVersion
+
+router = APIRouter(prefix="/api/v1")
+
+CHECKPOINT = "/training_runs/{model}/checkpoints/{kind}/{name}"
+
+
+@router.get("/training_runs")
+async def training_runs(request: Request, limit: int = 20, offset: int = 0) -> Response:
+    """The caller's, newest first."""
+    door, owner = door_of(request), door_of(request).owner(request)
+    mine = await _models_of(door, owner)
+    runs = [await _run(door, model, record) for model, record in mine[offset : offset + limit]]
+    cursor = {"offset": offset, "limit": limit, "total_count": len(mine)}
+    return json_response({"training_runs": runs, "cursor": cursor})
+
+
+@router.get("/training_runs/{model}")
+async def training_run(request: Request, model: str) -> Response:
+    """One of the caller's."""
+    door = door_of(request)
+    return json_response(await _run(door, model, await door.model(request, model)))
+
+
+@router.get("/training_runs/{model}/checkpoints")
+async def checkpoints_of_run(request: Request, model: str) -> Response:
+    """Of one training run, oldest first."""
+    door = door_of(request)
+    await door.model(request, model)
+    return json_response({"checkpoints": [one.as_json() for one in await _saved(door, model)]})
+
+
+@router.get("/checkpoints")
+async def checkpoints(request: Request, limit: int = 100, offset: int = 0) -> Response:
+    """Of all the caller's training runs, newest first."""
+    door, owner = door_of(request), door_of(request).owner(request)
+    found = [one for model, _ in await _models_of(door, owner) for one in await _saved(door, model)]
+    found.sort(key=lambda one: -one.at)
+    page = [one.as_json() for one in found[offset : offset + limit]]
+    return json_response(
+        {"checkpoints": page, "cursor": {"offset": offset, "limit": limit, "total_count": len(found)}}
+    )
+
+
+@router.delete(CHECKPOINT)
+async def delete_checkpoint(request: Request, model: str, kind: str, name: str) -> Response:
+    """Gone for good, files and all."""
+    door = door_of(request)
+    path = await _own(request, model, kind, name)
+    await asyncio.to_thread(remove, door.settings, path)
+    await door.store.put_saves(model, path.checkpoint_id, [])
+    return json_response({})
+
+
+@router.post(CHECKPOINT + "/publish")
+async def publish(request: Request, model: str, kind: str, name: str) -> Response:
+    """Let any tenant load it."""
+    await _amend(request, model, kind, name, public=True)
+    return json_response({})
+
+
+@router.delete(CHECKPOINT + "/publish")
+async def unpublish(request: Request, model: str, kind: str, name: str) -> Response:
+    """Keep it to its owner again."""
+    await _amend(request, model, kind, name, public=False)
+    return json_response({})
+
+
+@router.put(CHECKPOINT + "/ttl")
+async def set_ttl(request: Request, model: str, kind: str, name: str) -> Response:
+    """Delete it so many seconds from now; null: never."""
+    seconds = maybe(await read_object(request), "ttl_seconds", int)
+    if seconds is not None and seconds < 1:
+        raise InvalidInput(f"{seconds} is not a time to live", remedy="Send a positive number.", field="ttl_seconds")
+    await _amend(request, model, kind, name, expires_at=None if seconds is None else time.time() + seconds)
+    return json_response({})
+
+
+@router.post("/weights_info")
+async def weights_info(request: Request) -> Response:
+    """What kind of model a checkpoint is of."""
+    door, body = door_of(request), await read_object(request)
+    path = parse_path(field(body, "tinker_path", str))
+    record = await door.store.model(path.model)
+    one = await _find(door, path)
+    public = one is not None and one.record is not None and one.record.public
+    if record is None or one is None or (record.owner != door.owner(request) and not public):
+        raise UnknownVersion(f"there is no {path}", remedy="Use a path that a save returned.")
+    lora = record.lora
+    return json_response(
+        {
+            "base_model": record.base,
+            "is_lora": True,
+            "lora_rank": lora.rank,
+            "train_attn": lora.attn,
+            "train_mlp": lora.mlp,
+            "train_unembed": lora.unembed,
+            "optimizer_config": {"type": "adamw"},
+        }
+    )
+
+
+@router.get("/sessions")
+async def sessions(request: Request, limit: int = 20, offset: int = 0) -> Response:
+    """The caller's living ones, those heard from last first."""
+    door, owner = door_of(request), door_of(request).owner(request)
+    mine = []
+    for session in await door.store.sessions():
+        record = await door.store.session(session)
+        if record is not None and record.owner == owner:
+            mine.append(session)
+    return json_response({"sessions": mine[offset : offset + limit]})
+
+
+@router.get("/sessions/{session}")
+async def session_info(request: Request, session: str) -> Response:
+    """What belongs to a session."""
+    door = door_of(request)
+    record = await door.store.session(session)
+    if record is None or record.owner != door.owner(request):
+        raise UnknownModel(f"there is no session {session!r}", remedy="It may be over.")
+    return json_response(
+        {
+            "training_run_ids": await door.store.models(session),
+            "sampler_ids": await door.store.samplers(session),
+            "user_metadata": record.user_metadata,
+            "display_name": record.display_name,
+        }
+    )
+
+
+async def _models_of(door: Door, owner: str) -> Sequence[tuple[str, ModelRecord]]:
+    found = []
+    for model in await door.store.models():
+        record = await door.store.model(model)
+        if record is not None and record.owner == owner:
+            found.append((model, record))
+    return found
+
+
+async def _saved(door: Door, model: str) -> list[Saved]:
+    return await asyncio.to_thread(saved, door.settings, model, await door.store.saves(model))
+
+
+async def _find(door: Door, path: TinkerPath) -> Saved | None:
+    return next((one for one in await _saved(door, path.model) if one.path == path), None)
+
+
+async def _run(door: Door, model: str, record: ModelRecord) -> dict[str, Any]:
+    seen = await door.store.last_seen(session_of(model))
+    everything = await _saved(door, model)
+    last = max([record.created, *(one.at for one in everything)])
+    return run_as_json(model, record, last if seen is None else max(last, seen), everything)
+
+
+async def _own(request: Request, model: str, kind: str, name: str) -> TinkerPath:
+    """A checkpoint of the caller's that exists."""
+    door = door_of(request)
+    await door.model(request, model)
+    path = parse_path(f"tinker://{model}/{kind}/{name}")
+    if await _find(door, path) is None:
+        raise UnknownVersion(f"there is no {path}", remedy="List the checkpoints of the training run.")
+    return path
+
+
+async def _amend(request: Request, model: str, kind: str, name: str, **changes: Any) -> None:
+    """Change what is known of a checkpoint, whichever of its saves it is from."""
+    door = door_of(request)
+    path = await _own(request, model, kind, name)
+    records = (await door.store.saves(model)).get(path.checkpoint_id) or [SaveRecord(seq=-1, at=time.time())]
+    await door.store.put_saves(model, path.checkpoint_id, [one.model_copy(update=changes) for one in records])

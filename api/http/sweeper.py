@@ -1,0 +1,65 @@
+"""The chores of the HTTP door: sessions that fell silent are ended, checkpoints whose time is over are deleted.
+
+Any replica may do them, one at a time; each step may be repeated after a crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from tinsmith.api.http.catalog import remove, remove_unnamed, saved
+from tinsmith.api.http.door import Door
+from tinsmith.bus.envelope import Command, Kind
+from tinsmith.bus.errors import BusError, BusLost, InvalidInput
+
+log = logging.getLogger("tinsmith.http")
+
+SWEEP_SECONDS = 10
+
+
+async def sweep_for_ever(door: Door) -> None:
+    """Sweep now and then; a bus that can't be reached only delays it."""
+    while True:
+        try:
+            if await door.store.claim("sweep", SWEEP_SECONDS - 1):
+                await sweep(door, time.time())
+        except BusLost:
+            raise
+        except BusError as error:
+            log.warning("chores were put off: %s", error)
+        await asyncio.sleep(SWEEP_SECONDS)
+
+
+async def sweep(door: Door, now: float) -> None:
+    """Do what is due at `now` (Unix seconds)."""
+    settings = door.settings
+    for session in await door.store.silent(now - settings.session_seconds, now - settings.finished_seconds):
+        await end_session(door, session)
+    for model in await door.store.models():
+        await _expire(door, model, now)
+
+
+async def end_session(door: Door, session: str) -> None:
+    """Unload its models, delete the versions that only its samplers used, forget it."""
+    for model in await door.store.models(session):
+        command = Command(id=f"{model}:unload", model=model, kind=Kind.UNLOAD, seq=-1)
+        try:
+            await door.bus.submit(command)
+        except InvalidInput as error:
+            log.info("%s was unloaded before: %s", model, error)
+        await asyncio.to_thread(remove_unnamed, door.settings, model)
+    await door.store.end_session(session)
+
+
+async def _expire(door: Door, model: str, now: float) -> None:
+    saves = await door.store.saves(model)
+    over = [
+        one
+        for one in await asyncio.to_thread(saved, door.settings, model, saves)
+        if one.record is not None and one.record.expires_at is not None and one.record.expires_at <= now
+    ]
+    for one in over:
+        await asyncio.to_thread(remove, door.settings, one.path)
+        await door.store.put_saves(model, one.path.checkpoint_id, [])
