@@ -21,6 +21,7 @@ log = logging.getLogger("tinsmith.service")
 
 POLL_SECONDS = 0.2
 """How often the phase of a start is asked for."""
+RAY_ATTEMPTS = 3
 STOP_SECONDS = 6.0
 """How long a coordinator may take to end before its actors are taken down without it."""
 
@@ -32,8 +33,6 @@ def start_ray(address: str | None) -> bool:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Ray's workers would otherwise yield to every other program on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # A machine that is busy with other work may take longer than Ray's 60 s.
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")
     common: dict[str, Any] = {"logging_level": "error", "log_to_driver": False, "namespace": "tinsmith"}
     if address is not None:
         try:
@@ -45,8 +44,16 @@ def start_ray(address: str | None) -> bool:
         return False
     # The path of Ray's sockets must stay below about 100 bytes, so its folder can't lie in the state directory.
     folder = Path(tempfile.gettempdir()) / f"ts-ray-{os.getuid()}"
-    ray.init(address="local", include_dashboard=False, _temp_dir=str(folder), **common)
-    return True
+    for left in reversed(range(RAY_ATTEMPTS)):
+        try:
+            ray.init(address="local", include_dashboard=False, _temp_dir=str(folder), **common)
+            return True
+        except Exception as error:
+            # Ray gives its daemons 30 s, which a machine busy with other work can exceed.
+            ray.shutdown()
+            if "timed out during startup" not in str(error) or not left:
+                raise StartupError(f"Ray did not start: {error}", remedy=f"See the logs in {folder}.") from error
+    raise AssertionError("unreachable")
 
 
 def stop_ray() -> None:

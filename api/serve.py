@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from tinsmith.actors.metrics import Catalogue
 from tinsmith.actors.options import ServiceOptions
 from tinsmith.api.address import URL_FILE, default_cache, default_state
+from tinsmith.api.http.deploy import check_port, prepare_environment, start_http, stop_http
 from tinsmith.bus.embedded import EmbeddedServer
 from tinsmith.bus.errors import NotAModel, StartupError, TinsmithError
 from tinsmith.bus.selftest import self_test
@@ -36,6 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--bus", default="tinsmith", help="name of the bus, to keep services on one server apart")
     parser.add_argument("--ray", default=None, help="address of a Ray cluster (default: $RAY_ADDRESS, or a local one)")
+    parser.add_argument("--host", default="127.0.0.1", help="address of the HTTP door (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port of the HTTP door (default 8000)")
+    parser.add_argument("--http-replicas", type=int, default=1, help="processes behind the HTTP door (default 1)")
+    parser.add_argument("--no-http", dest="http", action="store_false", help="open no HTTP door")
+    parser.add_argument("--also-known-as", action="append", default=[], metavar="NAME", help="more names over HTTP")
     parser.add_argument("--token-budget", type=int, default=4096, help="padded tokens a micro-batch (default 4096)")
     parser.add_argument("--sampler-threads", type=int, default=None, help="threads of a sampler (default: its share)")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="less memory for more compute")
@@ -58,7 +64,7 @@ def serve(args: argparse.Namespace) -> int:
     try:
         alias = args.alias or model.stem
         model = _unpacked(model)
-        return asyncio.run(_serve(_options(args, model, alias, state, url), args.ray or os.environ.get("RAY_ADDRESS")))
+        return asyncio.run(_serve(args, _options(args, model, alias, state, url)))
     finally:
         (state / URL_FILE).unlink(missing_ok=True)
         if server is not None:
@@ -70,6 +76,8 @@ def _check_early(model: Path, args: argparse.Namespace) -> None:
     if not (model.suffix == ".gguf" or (model / "config.json").is_file() or any(model.glob("*.gguf"))):
         what = "is not a model" if model.exists() else "does not exist"
         raise NotAModel(f"{model} {what}", remedy="Name a folder with config.json and *.safetensors, or a .gguf file.")
+    if args.http:
+        check_port(args.host, args.port)
     Catalogue.load([Path(overlay) for overlay in args.metrics])
     for module in args.losses:
         try:
@@ -117,17 +125,19 @@ def _options(args: argparse.Namespace, model: Path, alias: str, state: Path, url
         raise StartupError(f"{option}: {first['msg']}", remedy="See tinsmith serve --help.") from None
 
 
-async def _serve(options: ServiceOptions, ray_address: str | None) -> int:
+async def _serve(args: argparse.Namespace, options: ServiceOptions) -> int:
     stop = asyncio.Event()
     _heed_signals(stop)
     url = options.bus_url
     info = await self_test(url)
     _say(f"bus: {info.server} {info.version}, appendfsync {info.appendfsync or 'off'}, at {url}")
     _say("starting Ray")
+    if args.http:
+        prepare_environment()
     # Ray is slow to import; nothing before this line needs it.
     from tinsmith.actors.service import start_ray, start_service, stop_ray, stop_service
 
-    await asyncio.to_thread(start_ray, ray_address)
+    await asyncio.to_thread(start_ray, args.ray or os.environ.get("RAY_ADDRESS"))
     # Again: Ray has just installed handlers of its own.
     _heed_signals(stop)
     try:
@@ -139,16 +149,23 @@ async def _serve(options: ServiceOptions, ray_address: str | None) -> int:
             await asyncio.gather(starting, return_exceptions=True)
             return 130
         _, facts = starting.result()
-        (Path(options.state_dir) / URL_FILE).write_text(url)
-        print(
-            f"ready {options.alias}: {facts['architecture']}, {facts['parameters'] / 1e6:.1f} M parameters, "
-            f"context {facts['context']}, {facts['ranks']} ranks on {facts['device']}, {options.samplers} samplers, "
-            f"bus {url}",
-            flush=True,
-        )
-        await stopping
-        _say("stopping")
-        await stop_service(options)
+        try:
+            door = "no HTTP"
+            if args.http:
+                _say("opening the HTTP door")
+                await start_http(options, args.host, args.port, aliases=args.also_known_as, replicas=args.http_replicas)
+                door = f"http://{args.host}:{args.port}"
+            (Path(options.state_dir) / URL_FILE).write_text(url)
+            print(
+                f"ready {options.alias}: {facts['architecture']}, {facts['parameters'] / 1e6:.1f} M parameters, "
+                f"context {facts['context']}, {facts['ranks']} ranks on {facts['device']}, "
+                f"{options.samplers} samplers, bus {url}, {door}",
+                flush=True,
+            )
+            await stopping
+        finally:
+            _say("stopping")
+            await asyncio.gather(stop_service(options), *([stop_http()] if args.http else []))
     finally:
         await asyncio.to_thread(stop_ray)
     return 0

@@ -26,7 +26,8 @@ async def local_service(
     `say` hears what the service reports while it starts. Raises StartupError when it ends before it is ready.
     """
     with tempfile.TemporaryDirectory(prefix="tinsmith-demo-", ignore_cleanup_errors=True) as folder:
-        command = [sys.executable, "-m", "tinsmith.api.cli", "serve", "--model", str(model), "--alias", alias]
+        command = [sys.executable, "-m", "tinsmith.api.cli", "serve", "--no-http"]
+        command += ["--model", str(model), "--alias", alias]
         command += ["--ranks", str(ranks), "--samplers", str(samplers), "--state", folder]
         # The bus is its own, also where the user has one; a Ray cluster of theirs is used.
         environment = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}

@@ -70,10 +70,12 @@ def start_service(
     """Start a service on `state` and wait for its ready line."""
     state.mkdir(parents=True, exist_ok=True)
     log = state / "serve.log"
+    door = [] if "--port" in options else ["--no-http"]
+    command = [sys.executable, "-m", "tinsmith.api.cli", "serve", "--model", str(model), "--state", str(state), *door]
     begun = time.monotonic()
     with log.open("a") as err:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tinsmith.api.cli", "serve", "--model", str(model), "--state", str(state), *options],
+            [*command, *options],
             stdout=subprocess.PIPE,
             stderr=err,
             text=True,

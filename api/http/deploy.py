@@ -54,7 +54,7 @@ async def start_http(
 
     Raises PortInUse, or StartupError when the application does not come up.
     """
-    _check_port(host, port)
+    check_port(host, port)
     keys = tuple(key for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key)
     settings = HttpSettings(
         bus_url=options.bus_url,
@@ -108,7 +108,8 @@ def _run(settings: HttpSettings, host: str, port: int, replicas: int) -> None:
         raise StartupError(f"the HTTP door did not come up: {error}", remedy="See Ray's logs.") from error
 
 
-def _check_port(host: str, port: int) -> None:
+def check_port(host: str, port: int) -> None:
+    """Raises PortInUse when something else listens there."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -24,7 +24,7 @@ from tinsmith.bus.errors import Gap
 
 def refused(*args: str, env: dict[str, str] | None = None) -> str:
     """What a service that can't start says; it must end by itself, with code 1 and nothing on stdout."""
-    done = run_cli("serve", *args, env=env, timeout=120)
+    done = run_cli("serve", "--port", "0", *args, env=env, timeout=120)
     assert done.returncode == 1, done.stderr
     assert done.stdout == ""
     return done.stderr
@@ -53,6 +53,14 @@ def test_a_state_directory_in_use_is_refused_and_its_holder_named(tiny_model: Pa
         assert "held by process" in said
     finally:
         server.stop()
+
+
+def test_a_port_in_use_is_refused_and_named(tiny_model: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        said = refused("--model", str(tiny_model), "--state", str(tmp_path / "state"), "--port", str(port))
+    assert "PortInUse" in said
+    assert str(port) in said
 
 
 def test_a_wrong_metric_declaration_is_refused_and_named(tiny_model: Path, tmp_path: Path) -> None:

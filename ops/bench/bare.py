@@ -1,0 +1,95 @@
+"""One rank of a bare FSDP2 training loop: transformers, peft and torch alone. The reference for `training_step`.
+
+Started as `python -m tinsmith.ops.bench.bare MODEL ADAPTER RANK PORT`. Each line `PACKING STEPS` on stdin runs so many
+steps; the answer is one line of JSON: seconds, and the loss and gradient norm of each step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from peft import PeftModel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from tinsmith.actors.engine.batch import MicroBatch, collate
+from tinsmith.actors.planner import plan_batch
+from tinsmith.ops.bench.workload import LR, TOKEN_BUDGET, WORLD, training_data
+
+Packing = Literal["same", "arrival"]
+"""The micro-batches of the service's planner, or each rank's share of the batch in order of arrival."""
+
+
+class Loop:
+    """The sharded model and its optimizer."""
+
+    def __init__(self, model: str, adapter: str) -> None:
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, local_files_only=True)
+        self.model: Any = PeftModel.from_pretrained(base, adapter, is_trainable=True)
+        mesh = init_device_mesh("cpu", (WORLD,))
+        for layer in base.model.layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+        fully_shard(self.model, mesh=mesh, reshard_after_forward=False)
+        for unit in self.model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.set_gradient_divide_factor(1.0)
+                unit.set_force_sum_reduction_for_comms(True)
+        self.params = [param for param in self.model.parameters() if param.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.params, lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+
+    def step(self, batches: Sequence[MicroBatch]) -> tuple[float, float]:
+        """One step; the loss summed over tokens and ranks, and the global gradient norm."""
+        total = torch.zeros(())
+        for number, batch in enumerate(batches):
+            self.model.set_requires_gradient_sync(number == len(batches) - 1)
+            logits = self.model(input_ids=batch.tokens, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(
+                logits[batch.mask], batch.targets[batch.mask], reduction="sum"
+            )
+            loss.backward()
+            total += loss.detach()
+        dist.all_reduce(total)
+        norm = torch.nn.utils.clip_grad_norm_(self.params, math.inf)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(total), float(cast(Any, norm).full_tensor())
+
+
+def _batches(packing: Packing, rank: int) -> list[MicroBatch]:
+    data = training_data()
+    if packing == "same":
+        plan = plan_batch([len(datum) for datum in data], WORLD, TOKEN_BUDGET)
+        return [collate(data, indices) for indices in plan.ranks[rank]]
+    share = len(data) // WORLD
+    return [collate(data, range(rank * share, (rank + 1) * share))]
+
+
+def main(model: str, adapter: str, rank: int, port: int) -> None:
+    """Serve stdin until it closes."""
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+    loop = Loop(model, adapter)
+    batches: dict[str, list[MicroBatch]] = {"same": _batches("same", rank), "arrival": _batches("arrival", rank)}
+    print("ready", flush=True)
+    for line in sys.stdin:
+        packing, steps = line.split()
+        begun = time.perf_counter()
+        done = [loop.step(batches[packing]) for _ in range(int(steps))]
+        seconds = time.perf_counter() - begun
+        answer = {"seconds": seconds, "losses": [loss for loss, _ in done], "norms": [norm for _, norm in done]}
+        print(json.dumps(answer), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
