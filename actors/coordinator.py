@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from tinsmith.actors.leases import Leases
 from tinsmith.actors.metrics import Catalogue
 from tinsmith.actors.options import ServiceOptions
@@ -29,6 +31,8 @@ log = logging.getLogger("tinsmith.coordinator")
 
 BELL_MS = 5000
 """How long one blocking read of the doorbell lasts."""
+RESTART_SECONDS = 1.0
+"""Pause before another try at a restart that failed."""
 STATUS_SECONDS = 2.0
 """How often the service's status is written on the bus."""
 
@@ -77,6 +81,11 @@ class Coordinator:
         try:
             tasks = await self._begin()
         except Exception as error:
+            if ray.get_runtime_context().was_current_actor_reconstructed:
+                # It worked before, so the cause may pass (a bus that is down): try again from the beginning.
+                log.exception("the coordinator could not start again")
+                await asyncio.sleep(RESTART_SECONDS)
+                os._exit(1)
             self._phase = "failed"
             self._ready.set_exception(error)
             self._ready.exception()
@@ -137,7 +146,8 @@ class Coordinator:
         assert self._sampling is not None
         while True:
             models, last = await bus.bell(last, BELL_MS)
-            for model in models:
+            # The bell is a hint; when it is quiet, look whether one was missed.
+            for model in models or await bus.models_with_backlog():
                 if model == SAMPLE_LANE:
                     self._sampling.ring()
                 else:

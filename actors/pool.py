@@ -131,7 +131,15 @@ async def destroy_group(options: ServiceOptions) -> None:
         await _kill(_rank_name(options, rank), options.service)
 
 
-async def build_samplers(options: ServiceOptions, numbers: Iterable[int]) -> list[ActorHandle]:
+@dataclass(frozen=True)
+class Replica:
+    """A sampler that has loaded the base, and its process."""
+
+    actor: ActorHandle
+    pid: int
+
+
+async def build_samplers(options: ServiceOptions, numbers: Iterable[int]) -> list[Replica]:
     """Fresh sampler replicas of these numbers with the base loaded. Raises NotAModel or StartupError."""
     actor = ray.remote(SamplerReplica)
     replicas = []
@@ -148,12 +156,12 @@ async def build_samplers(options: ServiceOptions, numbers: Iterable[int]) -> lis
             ).remote(options)
         )
     try:
-        await asyncio.gather(*[replica.load.remote() for replica in replicas])
+        loaded = await asyncio.gather(*[replica.load.remote() for replica in replicas])
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, TinsmithError):
             raise error.cause from error
         raise StartupError(f"a sampler could not start: {error}") from error
-    return replicas
+    return [Replica(actor, facts["pid"]) for actor, facts in zip(replicas, loaded, strict=True)]
 
 
 async def destroy_samplers(options: ServiceOptions) -> None:

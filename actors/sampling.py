@@ -11,12 +11,11 @@ import time
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
 
 from tinsmith.actors.gather import Outcome
 from tinsmith.actors.leases import Leases
 from tinsmith.actors.options import ServiceOptions
-from tinsmith.actors.pool import build_samplers
+from tinsmith.actors.pool import Replica, build_samplers
 from tinsmith.actors.training import make_event
 from tinsmith.bus.consumer import Taken
 from tinsmith.bus.envelope import SAMPLE_LANE
@@ -32,7 +31,7 @@ TAKE = 64
 class SamplingLane:
     """The sampler replicas and what they are busy with."""
 
-    def __init__(self, bus: Bus, replicas: list[ActorHandle], options: ServiceOptions, leases: Leases) -> None:
+    def __init__(self, bus: Bus, replicas: list[Replica], options: ServiceOptions, leases: Leases) -> None:
         self._bus = bus
         self._replicas = replicas
         self._busy = [0] * len(replicas)
@@ -49,8 +48,8 @@ class SamplingLane:
         self._rung.set()
 
     def status(self) -> dict[str, Any]:
-        """Requests with each replica."""
-        return {"busy": list(self._busy), **self.counters}
+        """Process of each replica, requests with it, and what was done."""
+        return {"pids": [replica.pid for replica in self._replicas], "busy": list(self._busy), **self.counters}
 
     async def run(self) -> None:
         """Take and answer for ever."""
@@ -92,7 +91,7 @@ class SamplingLane:
             replica = self._replicas[number]
             self._busy[number] += 1
             try:
-                reply = await replica.sample.remote(taken.command.id, taken.command.args, taken.body)
+                reply = await replica.actor.sample.remote(taken.command.id, taken.command.args, taken.body)
             except ray.exceptions.RayActorError:
                 await self._replace(number, replica)
                 continue
@@ -108,7 +107,7 @@ class SamplingLane:
             return Outcome(result=result, body=body)
         return Outcome(error=CommandFailed("its sampler died each time", remedy="See the samplers' log."))
 
-    async def _replace(self, number: int, dead: ActorHandle) -> None:
+    async def _replace(self, number: int, dead: Replica) -> None:
         """A fresh replica in the dead one's place; the first of its callers makes it, the others wait."""
         async with self._rebuilding:
             if self._replicas[number] is dead:

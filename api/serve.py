@@ -22,6 +22,9 @@ from tinsmith.bus.embedded import EmbeddedServer
 from tinsmith.bus.errors import NotAModel, StartupError, TinsmithError
 from tinsmith.bus.selftest import self_test
 
+WATCH_SECONDS = 0.5
+"""How often the embedded server is looked at."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `tinsmith serve`."""
@@ -43,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-http", dest="http", action="store_false", help="open no HTTP door")
     parser.add_argument("--also-known-as", action="append", default=[], metavar="NAME", help="more names over HTTP")
     parser.add_argument("--token-budget", type=int, default=4096, help="padded tokens a micro-batch (default 4096)")
+    parser.add_argument("--snapshot-steps", type=int, default=50, help="optimizer steps between snapshots (default 50)")
     parser.add_argument("--sampler-threads", type=int, default=None, help="threads of a sampler (default: its share)")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="less memory for more compute")
     parser.add_argument("--losses", action="append", default=[], metavar="MODULE", help="module that registers losses")
@@ -64,7 +68,7 @@ def serve(args: argparse.Namespace) -> int:
     try:
         alias = args.alias or model.stem
         model = _unpacked(model)
-        return asyncio.run(_serve(args, _options(args, model, alias, state, url)))
+        return asyncio.run(_serve(args, _options(args, model, alias, state, url), server))
     finally:
         (state / URL_FILE).unlink(missing_ok=True)
         if server is not None:
@@ -115,6 +119,7 @@ def _options(args: argparse.Namespace, model: Path, alias: str, state: Path, url
             samplers=args.samplers,
             token_budget=args.token_budget,
             sampler_threads=args.sampler_threads or max(1, (os.cpu_count() or 1) // max(1, args.samplers)),
+            snapshot_steps=args.snapshot_steps,
             gradient_checkpointing=args.gradient_checkpointing,
             losses=tuple(args.losses),
             metrics=tuple(os.path.abspath(overlay) for overlay in args.metrics),
@@ -125,7 +130,7 @@ def _options(args: argparse.Namespace, model: Path, alias: str, state: Path, url
         raise StartupError(f"{option}: {first['msg']}", remedy="See tinsmith serve --help.") from None
 
 
-async def _serve(args: argparse.Namespace, options: ServiceOptions) -> int:
+async def _serve(args: argparse.Namespace, options: ServiceOptions, server: EmbeddedServer | None) -> int:
     stop = asyncio.Event()
     _heed_signals(stop)
     url = options.bus_url
@@ -162,13 +167,27 @@ async def _serve(args: argparse.Namespace, options: ServiceOptions) -> int:
                 f"{options.samplers} samplers, bus {url}, {door}",
                 flush=True,
             )
+            watching = asyncio.create_task(_watch_server(server)) if server is not None else None
             await stopping
+            if watching is not None:
+                watching.cancel()
         finally:
             _say("stopping")
             await asyncio.gather(stop_service(options), *([stop_http()] if args.http else []))
     finally:
         await asyncio.to_thread(stop_ray)
     return 0
+
+
+async def _watch_server(server: EmbeddedServer) -> None:
+    """Bring the embedded server back when it dies: its log holds every accepted command."""
+    while True:
+        try:
+            if await asyncio.to_thread(server.revive):
+                _say("the bus server had died and was started again")
+        except StartupError as error:
+            _say(f"the bus server died and can't be started again: {error}")
+        await asyncio.sleep(WATCH_SECONDS)
 
 
 def _heed_signals(stop: asyncio.Event) -> None:

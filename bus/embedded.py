@@ -63,6 +63,15 @@ class EmbeddedServer:
             raise
         return f"unix://{quote(str(self._socket))}"
 
+    def revive(self) -> bool:
+        """Start the server again on its data if it has died; returns whether it had. Raises StartupError."""
+        freed = _try_lock(self._state / "server.lock")
+        if freed is None:
+            return False
+        self._launch(freed)
+        self.pid = self._await_answer()
+        return True
+
     def stop(self) -> None:
         """Shut the server down, its log written, and return when its process is gone. Harmless when it is not up."""
         if self._lock is None:

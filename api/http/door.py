@@ -116,7 +116,7 @@ class Door:
     async def check_owner(self, request: Request, name: str) -> None:
         """Whether a model, sampling session or request is of a session of the caller's. Raises UnknownModel."""
         owner = self.owner(request)
-        record = await self.store.session(session_of(name))
+        record = await self.store.session(session_of(name)) or await self.store.model(name)
         if record is not None and record.owner != owner:
             raise UnknownModel("there is no such model or request", remedy="Use the key that made it.", model=name)
 

@@ -115,7 +115,7 @@ def parse_path(text: object, *kinds: PathKind) -> TinkerPath:
     found = _PATH.match(text) if isinstance(text, str) else None
     for kind in kinds or ("weights", "sampler_weights"):
         if found and found[2] == kind and is_name(found[1]) and is_name(found[3]):
-            return TinkerPath(found[1], kind, found[3])  # type: ignore[arg-type]
+            return TinkerPath(found[1], kind, found[3])
     raise InvalidInput(
         f"{text!r} is not such a path",
         remedy=f"Use tinker://MODEL/{' or '.join(kinds or ('weights', 'sampler_weights'))}/NAME as a save returned it.",

@@ -19,9 +19,9 @@ Benchmark = Callable[[Stage], Awaitable[list[Row]]]
 
 BENCHMARKS = {
     "start": "upkeep",
-    "empty_step": "latency",
     "idle": "upkeep",
     "memory": "upkeep",
+    "empty_step": "latency",
     "training_step": "training",
     "packing": "packing",
     "metrics": "reduction",

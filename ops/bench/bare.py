@@ -52,9 +52,7 @@ class Loop:
         for number, batch in enumerate(batches):
             self.model.set_requires_gradient_sync(number == len(batches) - 1)
             logits = self.model(input_ids=batch.tokens, use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(
-                logits[batch.mask], batch.targets[batch.mask], reduction="sum"
-            )
+            loss = torch.nn.functional.cross_entropy(logits[batch.mask], batch.targets[batch.mask], reduction="sum")
             loss.backward()
             total += loss.detach()
         dist.all_reduce(total)

@@ -1,19 +1,23 @@
-"""The price of the way: a command that computes nothing, beside the hops that it can't do without."""
+"""The price of the way: a command that computes nothing, beside the hops that it can't do without.
+
+Only the program that started a local Ray cluster may call its actors, so the service runs from this process here.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from statistics import median
-from typing import Any
 
+import ray
 from redis.asyncio import Redis
 
+from tinsmith.actors.options import ServiceOptions
+from tinsmith.actors.service import start_ray, start_service, stop_ray, stop_service
 from tinsmith.api import connect
-from tinsmith.api.address import URL_FILE
-from tinsmith.ops.bench.processes import ray_address
+from tinsmith.bus.embedded import EmbeddedServer
 from tinsmith.ops.bench.row import Row, slower_by
 from tinsmith.ops.bench.stage import Stage
 
@@ -22,18 +26,14 @@ ROUNDS, CALLS = 12, 25
 
 async def empty_step(stage: Stage) -> list[Row]:
     """p50 of `await model.info()` on 2 ranks, beside one Redis round trip and one Ray call to the same ranks."""
-    import ray
-
-    running = await stage.tiny()
-    redis = Redis.from_url((Path(running.url) / URL_FILE).read_text())
-    common: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
-    await asyncio.to_thread(ray.init, address=ray_address(running.url), **common)
-    try:
-        ranks = [ray.get_actor(f"rank-{rank}", namespace="tinsmith-tinsmith") for rank in range(2)]
-        async with connect(running.url) as client:
+    await stage.clear()
+    async with _service(stage) as options:
+        redis = Redis.from_url(options.bus_url)
+        ranks = [ray.get_actor(f"rank-{rank}", namespace=options.service) for rank in range(options.ranks)]
+        async with redis, connect(options.bus_url) as client:
             model = await client.create_model("tiny", lora_rank=4)
 
-            async def both() -> None:
+            async def call_ranks() -> None:
                 await asyncio.gather(*[rank.positions.remote() for rank in ranks])
 
             async def info() -> None:
@@ -42,14 +42,26 @@ async def empty_step(stage: Stage) -> list[Row]:
             async def ping() -> None:
                 await redis.ping()
 
-            taken = await _in_turns({"info": info, "redis": ping, "ray": both})
-            await model.unload()
-    finally:
-        await redis.aclose()
-        ray.shutdown()
+            taken = await _in_turns({"info": info, "redis": ping, "ray": call_ranks})
     reference = taken["redis"] + taken["ray"]
     note = f"Redis {taken['redis']:.2f} + Ray {taken['ray']:.2f} ms, p50"
     return [slower_by("empty_step", taken["info"], reference, 3.0, "ms", note)]
+
+
+@asynccontextmanager
+async def _service(stage: Stage) -> AsyncIterator[ServiceOptions]:
+    model, state = stage.tiny_model(), stage.folder / "latency"
+    server = EmbeddedServer()
+    try:
+        url = await asyncio.to_thread(server.start, state)
+        options = ServiceOptions(model_path=str(model), alias="tiny", state_dir=str(state), bus_url=url, samplers=0)
+        await asyncio.to_thread(start_ray, None)
+        await start_service(options, lambda text: None)
+        yield options
+        await stop_service(options)
+    finally:
+        await asyncio.to_thread(stop_ray)
+        await asyncio.to_thread(server.stop)
 
 
 async def _in_turns(calls: dict[str, Callable[[], Awaitable[None]]]) -> dict[str, float]:

@@ -39,15 +39,6 @@ def ray_processes(state: str) -> list[psutil.Process]:
     return [process for process in service_process(state).children(recursive=True) if process.pid not in ours]
 
 
-def ray_address(state: str) -> str:
-    """The address at which another program may join the service's Ray cluster."""
-    for process in ray_processes(state):
-        for word in process.cmdline():
-            if word.startswith("--gcs-address="):
-                return str(word.partition("=")[2])
-    raise RuntimeError("the service's Ray cluster has no raylet")
-
-
 def cpu_seconds(process: psutil.Process) -> float:
     """User and system time used so far."""
     times = process.cpu_times()

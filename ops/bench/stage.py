@@ -49,11 +49,14 @@ class Stage:
             make_llama(path, vocab=vocab, hidden=hidden, layers=layers, context=context)
         return path
 
+    def tiny_model(self) -> Path:
+        """The folder of the smallest model, of which a step takes next to nothing."""
+        return self.llama("tiny", vocab=TINY_VOCAB, hidden=32, layers=2, context=256)
+
     async def tiny(self) -> Running:
         """The shared service of two ranks and a sampler; alias `tiny`."""
         if self._tiny is None:
-            model = self.llama("tiny", vocab=TINY_VOCAB, hidden=32, layers=2, context=256)
-            self._tiny = await self.serve(model, "tiny")
+            self._tiny = await self.serve(self.tiny_model(), "tiny")
         return self._tiny
 
     async def serve(self, model: Path, alias: str, *, samplers: int = 1) -> Running:

@@ -61,9 +61,7 @@ async def training_step(stage: Stage) -> list[Row]:
 async def _train(model: Model, data: list[Datum], steps: int) -> tuple[float, Steps]:
     """Seconds of so many steps, all enqueued ahead, and what they gave."""
     begun = time.perf_counter()
-    sent = [
-        (model.forward_backward(data, "cross_entropy"), model.optim_step(lr=LR, eps=1e-8)) for _ in range(steps)
-    ]
+    sent = [(model.forward_backward(data, "cross_entropy"), model.optim_step(lr=LR, eps=1e-8)) for _ in range(steps)]
     results = [(await backward, await step) for backward, step in sent]
     seconds = time.perf_counter() - begun
     return seconds, [(b.metrics["loss:sum"], s.metrics["grad_norm"]) for b, s in results]

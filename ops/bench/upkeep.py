@@ -36,9 +36,7 @@ async def idle(stage: Stage) -> list[Row]:
     begun = time.monotonic()
     await asyncio.sleep(IDLE_SECONDS)
     seconds = time.monotonic() - begun
-    used = {
-        name: 100 * (sum(map(cpu_seconds, members)) - before[name]) / seconds for name, members in groups.items()
-    }
+    used = {name: 100 * (sum(map(cpu_seconds, members)) - before[name]) / seconds for name, members in groups.items()}
     rays = used.pop("Ray's processes")
     note = ", ".join(f"{name} {share:.1f}" for name, share in used.items())
     return [

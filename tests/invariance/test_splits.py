@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from hypothesis import given, note
 from hypothesis import strategies as st
 from reference.cases import CONFIGS
@@ -56,50 +56,52 @@ class Truth:
 
 def carry_out(group: RankGroup, base: Path, case: Case, first: list[Call], truth: Truth, way: Way) -> None:
     """Run the case this way and hold every answer against the truth."""
-    calls: list[Call] = list(first)
-    checks: list[Callable[[Answer], None]] = [lambda answer: None] * len(calls)
+    script: list[tuple[Call, Callable[[Answer], None]]] = [(call, _ignore) for call in first]
     others = 0
     for told in truth.rounds:
         data = told["data"]
         for chunk in way.chunks(len(data)):
             mine = [data[i] for i in chunk]
-            calls.append(forward_backward(mine, case.loss, CONFIGS[case.loss], budget=way.budget))
-            checks.append(lambda answer, told=told, chunk=chunk: assert_chunk(answer, told, chunk))
+            right = partial(assert_chunk, told, chunk)
+            script.append((forward_backward(mine, case.loss, CONFIGS[case.loss], budget=way.budget), right))
             for what in way.between:
                 others += 1
-                added = neighbour(what, mine, case, others)
-                calls += added
-                checks += [lambda answer: None] * len(added)
-                if what == "scores":
-                    checks[-1] = checks[-1 - len(added)] if len(added) > 1 else _chunk_check(told, chunk)
-                if what == "refused":
-                    checks[-1] = _assert_refused
-        calls += [Call("gradients"), step(**STEP), Call("weights")]
-        checks += [
-            lambda answer, told=told: assert_tensors(answer.tensors, told["gradient"], told["magnitude"]),
-            lambda answer, told=told: assert_step(answer, told),
-            lambda answer, told=told: assert_tensors(answer.tensors, told["weights"], max(1.0, norm(told["weights"]))),
+                judged = {"scores": right, "refused": _assert_refused}.get(what, _ignore)
+                script += [(call, judged) for call in neighbour(what, mine, case, others)]
+        script += [
+            (Call("gradients"), partial(_assert_gradients, told)),
+            (step(**STEP), partial(assert_step, told)),
+            (Call("weights"), partial(_assert_weights, told)),
         ]
-    for check, answer in zip(checks, group.run(base, calls), strict=True):
+    answers = group.run(base, [call for call, _ in script])
+    for (_, check), answer in zip(script, answers, strict=True):
         check(answer)
 
 
-def _chunk_check(told: dict[str, Any], chunk: list[int]) -> Callable[[Answer], None]:
-    return lambda answer: assert_chunk(answer, told, chunk)
+def _ignore(answer: Answer) -> None:
+    assert answer.error is None, answer.error
 
 
 def _assert_refused(answer: Answer) -> None:
     assert isinstance(answer.error, InvalidDatum)
 
 
-def assert_chunk(answer: Answer, told: dict[str, Any], chunk: list[int]) -> None:
+def _assert_gradients(told: dict[str, Any], answer: Answer) -> None:
+    assert_tensors(answer.tensors, told["gradient"], told["magnitude"])
+
+
+def _assert_weights(told: dict[str, Any], answer: Answer) -> None:
+    assert_tensors(answer.tensors, told["weights"], max(1.0, norm(told["weights"])))
+
+
+def assert_chunk(told: dict[str, Any], chunk: list[int], answer: Answer) -> None:
     assert answer.error is None, answer.error
     assert not answer.flags
     assert_metrics(answer.metrics, {name: [column[i] for i in chunk] for name, column in told["rows"].items()})
     assert_logprobs(answer.logprobs, [told["logprobs"][i] for i in chunk])
 
 
-def assert_step(answer: Answer, told: dict[str, Any]) -> None:
+def assert_step(told: dict[str, Any], answer: Answer) -> None:
     assert answer.error is None, answer.error
     expected = told["columns"]
     assert set(answer.metrics) == set(expected)

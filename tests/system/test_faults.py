@@ -21,7 +21,9 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module")
 def fragile(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service of this module's own, to be harmed."""
-    running = start_service(tiny_model, tmp_path_factory.mktemp("fragile") / "state", "--alias", "tiny")
+    running = start_service(
+        tiny_model, tmp_path_factory.mktemp("fragile") / "state", "--alias", "tiny", "--snapshot-steps", "3"
+    )
     yield running
     running.stop()
     assert processes_of(running.state) == []
@@ -64,6 +66,10 @@ async def test_a_killed_rank_changes_no_weight(client: Client) -> None:
     os.kill(pids[1], signal.SIGKILL)
     metrics += [dict((await call).metrics) for call in rest]
     assert metrics == undisturbed
+    trainer = (await told(client))["trainer"]
+    assert trainer["rebuilds"] == 1
+    assert trainer["snapshots"] > 0
+    assert trainer["replay_differs"] == 0
     # The model that stood by was restored as well.
     probe = supervised(99)
     left, right = await still.forward(probe, "cross_entropy"), await model.forward(probe, "cross_entropy")
@@ -82,23 +88,33 @@ async def test_a_killed_coordinator_loses_and_repeats_nothing(client: Client) ->
     assert (await model.info()).event.result["step"] == 8
 
 
-async def test_a_killed_sampler_is_replaced_and_its_requests_are_answered(client: Client, fragile: Service) -> None:
-    import psutil
-
-    replicas = [p for p in psutil.process_iter(["name", "cmdline"]) if "ray::SamplerReplica" in " ".join(p.cmdline())]
-    mine = [p for p in replicas if _session_of(p.pid) == _session_of((await told(client))["pid"])]
+async def test_a_killed_sampler_is_replaced_and_its_requests_are_answered(client: Client) -> None:
     calls = [client.sample([1, 2, 3], max_tokens=60, seed=n, stop=[]) for n in range(8)]
     expected = await asyncio.gather(*calls)
     calls = [client.sample([1, 2, 3], max_tokens=60, seed=n, stop=[]) for n in range(8)]
     await calls[0]
-    mine[0].kill()
+    os.kill((await told(client))["sampler"]["pids"][0], signal.SIGKILL)
     got = await asyncio.gather(*calls)
     assert [s.sequences[0].tokens.tolist() for s in got] == [s.sequences[0].tokens.tolist() for s in expected]
 
 
-def _session_of(pid: int) -> str:
-    """The Ray session that a worker belongs to."""
-    for line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-        if line.startswith((b"RAY_JOB_ID", b"RAY_RAYLET_PID")):
-            return line.decode()
-    raise AssertionError(f"{pid} is no Ray worker")
+async def test_a_killed_bus_server_comes_back_with_every_accepted_command(client: Client, fragile: Service) -> None:
+    still = await client.create_model("tiny", name="still4", lora_rank=4)
+    undisturbed = await train(still, 0, 6)
+    model = await client.create_model("tiny", name="struck4", lora_rank=4)
+    work = enqueue(model, 0, 6)
+    await work[0]
+    os.kill(_server_pid(fragile.state), signal.SIGKILL)
+    assert [dict((await call).metrics) for call in work] == undisturbed
+
+
+def _server_pid(state: Path) -> int:
+    """The process of the embedded server on `state`."""
+    for entry in Path("/proc").iterdir():
+        if (
+            entry.name.isdigit()
+            and str(state) in (words := (entry / "cmdline").read_text())
+            and "--unixsocket" in words
+        ):
+            return int(entry.name)
+    raise AssertionError("no embedded server runs")

@@ -55,9 +55,7 @@ async def checkpoints(request: Request, limit: int = 100, offset: int = 0) -> Re
     found = [one for model, _ in await _models_of(door, owner) for one in await _saved(door, model)]
     found.sort(key=lambda one: -one.at)
     page = [one.as_json() for one in found[offset : offset + limit]]
-    return json_response(
-        {"checkpoints": page, "cursor": {"offset": offset, "limit": limit, "total_count": len(found)}}
-    )
+    return json_response({"checkpoints": page, "cursor": {"offset": offset, "limit": limit, "total_count": len(found)}})
 
 
 @router.delete(CHECKPOINT)

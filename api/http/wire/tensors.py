@@ -46,7 +46,8 @@ def from_json(tensor: Any) -> Array:
     """As from_proto, of {data, dtype, shape?, sparse_crow_indices?, sparse_col_indices?}."""
     if not isinstance(tensor, Mapping) or not isinstance(tensor.get("data"), list):
         raise InvalidDatum("not a tensor", remedy="Send {data, dtype, shape}.")
-    dtype = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}.get(str(tensor.get("dtype")))
+    known: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
+    dtype = known.get(str(tensor.get("dtype")))
     if dtype is None:
         raise InvalidDatum(f"unknown dtype {tensor.get('dtype')!r}", remedy="Use float32 or int64.")
     try:

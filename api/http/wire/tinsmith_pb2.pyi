@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # Made by protoc from tinsmith.proto.
 # ruff: noqa
 # fmt: off

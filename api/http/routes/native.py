@@ -1,0 +1,168 @@
+"""The plain API under /v1: any command in, its event and arrays out, as JSON or msgpack; events as they come.
+
+    POST /v1/commands        {model, kind, args?, seq?, id?, data? | prompt? | body?}  ->  {id, seq, state}
+    GET  /v1/commands/ID     ?wait=SECONDS  ->  {event, arrays}, or 202 {id, state} while it is on its way
+    GET  /v1/events          ?models=A,B&since=$|0|ID  ->  server-sent events; Last-Event-ID goes on where it broke off
+
+data: a list of {tokens, <loss input>: [...]}; prompt: token ids; body (msgpack only): a frame made elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgpack
+import numpy as np
+from fastapi import APIRouter, Request, Response
+from starlette.responses import StreamingResponse
+
+from tinsmith.api.http.door import Door
+from tinsmith.api.http.fields import field, maybe, optional
+from tinsmith.api.http.names import session_of
+from tinsmith.api.http.records import ModelRecord
+from tinsmith.api.http.responses import HttpError, json_response, read_object
+from tinsmith.api.http.routes.session import door_of
+from tinsmith.bus.codec import decode, encode, unpack_ragged
+from tinsmith.bus.commands import parse_args
+from tinsmith.bus.datum import Datum, pack_datums
+from tinsmith.bus.envelope import SAMPLE_LANE, Command, Kind, new_id
+from tinsmith.bus.errors import DeadlineExceeded, Gap, InvalidDatum, InvalidInput
+from tinsmith.bus.events import Streamed
+
+router = APIRouter(prefix="/v1")
+
+MSGPACK = "application/msgpack"
+
+
+@router.post("/commands")
+async def submit(request: Request) -> Response:
+    """Accept a command; what is wrong with it is told at once."""
+    door, content = door_of(request), await _read(request)
+    try:
+        kind = Kind(field(content, "kind", str))
+    except ValueError:
+        raise InvalidInput("no such kind", remedy=f"Use one of {', '.join(Kind)}.", field="kind") from None
+    model = SAMPLE_LANE if kind is Kind.SAMPLE else field(content, "model", str)
+    args = optional(content, "args", dict[str, Any], {})
+    parsed = parse_args(kind, args)
+    body, lengths = _body(content)
+    await _own(door, request, model, kind, parsed)
+    seq = optional(content, "seq", int, 0 if kind is Kind.CREATE_MODEL else -1)
+    try:
+        name = maybe(content, "id", str) or new_id()
+        command = Command(id=name, model=model, kind=kind, seq=seq, args=args, lengths=lengths)
+    except ValueError as error:
+        raise InvalidInput(str(error)) from None
+    submitted = await door.inbox.submit(command, body)
+    return _respond(request, {"id": command.id, "seq": submitted.seq, "state": submitted.state}, 202)
+
+
+@router.get("/commands/{command}")
+async def result(request: Request, command: str, wait: float = 0.0) -> Response:
+    """What became of a command, waited for `wait` seconds (60 at most)."""
+    door = door_of(request)
+    await door.check_owner(request, command)
+    try:
+        event, body = await door.outcome(command, min(max(wait, 0.001), 60.0))
+    except DeadlineExceeded:
+        return _respond(request, {"id": command, "state": "pending"}, 202)
+    await door.check_owner(request, event.model)
+    arrays = decode(body) if body else None
+    return _respond(request, {"event": event.model_dump(mode="json"), "arrays": _plain(arrays)})
+
+
+@router.get("/events")
+async def events(request: Request, models: str | None = None, since: str = "$") -> Response:
+    """Events of the caller's models as they come, or from a point on; the id of each is `model/place`."""
+    door, owner = door_of(request), door_of(request).owner(request)
+    names = [name for name in models.split(",") if name] if models else None
+    for name in names or ():
+        await door.check_owner(request, name)
+    start: str | Mapping[str, str] = since
+    if last := request.headers.get("last-event-id"):
+        model, _, place = last.rpartition("/")
+        start = {model: place}
+    return StreamingResponse(_stream(door, owner, names, start), media_type="text/event-stream")
+
+
+async def _stream(
+    door: Door, owner: str, models: list[str] | None, since: str | Mapping[str, str]
+) -> AsyncIterator[bytes]:
+    yield b": tinsmith events\n\n"
+    async for item in door.bus.events(models, since):
+        model = item.model or ""
+        if models is None and not await _visible(door, owner, model, item):
+            continue
+        if isinstance(item, Gap):
+            yield f"event: gap\ndata: {json.dumps(item.to_wire())}\n\n".encode()
+        else:
+            data = json.dumps({**item.event.model_dump(mode="json"), "at": item.at})
+            yield f"id: {model}/{item.id}\nevent: {item.event.kind.value}\ndata: {data}\n\n".encode()
+
+
+async def _visible(door: Door, owner: str, model: str, item: Streamed | Gap) -> bool:
+    """Whether a model, or the session that sampled, is the caller's; what belongs to nobody is for all."""
+    name = item.event.id if model == SAMPLE_LANE and isinstance(item, Streamed) else model
+    record = await door.store.session(session_of(name)) or await door.store.model(name)
+    return record is None or record.owner == owner
+
+
+async def _own(door: Door, request: Request, model: str, kind: Kind, args: Any) -> None:
+    """Remember whose model this will be, or see that it is the caller's."""
+    if kind is Kind.CREATE_MODEL:
+        owner = door.owner(request)
+        record = await door.store.model(model)
+        if record is None and args.lora is not None:
+            record = ModelRecord(owner=owner, created=time.time(), base=args.base, lora=args.lora)
+            await door.store.put_model(model, record)
+    for name in (model, getattr(args, "version", "base"), getattr(args, "checkpoint", None)):
+        if name not in (None, "base", SAMPLE_LANE):
+            await door.check_owner(request, str(name).partition("/")[0])
+
+
+def _body(content: Mapping[str, Any]) -> tuple[bytes, tuple[int, ...]]:
+    if content.get("prompt") is not None:
+        return encode({"prompt": np.asarray(field(content, "prompt", list[int]), np.int32)}), ()
+    if content.get("body") is not None:
+        lengths = tuple(optional(content, "lengths", list[int], []))
+        return field(content, "body", bytes), lengths
+    if content.get("data") is None:
+        return b"", ()
+    datums = []
+    for at, item in enumerate(field(content, "data", list[dict[str, Any]])):
+        try:
+            datums.append(Datum(item.get("tokens", []), {key: it for key, it in item.items() if key != "tokens"}))
+        except InvalidDatum as error:
+            error.datum = at
+            raise
+    return pack_datums(datums)
+
+
+async def _read(request: Request) -> dict[str, Any]:
+    if not request.headers.get("content-type", "").startswith(MSGPACK):
+        return await read_object(request)
+    try:
+        found = msgpack.unpackb(await request.body(), strict_map_key=True)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise HttpError(400, f"the body is not msgpack: {error}") from None
+    if not isinstance(found, dict):
+        raise HttpError(400, "the body is not a map")
+    return found
+
+
+def _respond(request: Request, content: dict[str, Any], status: int = 200) -> Response:
+    if MSGPACK in request.headers.get("accept", ""):
+        return Response(msgpack.packb(content), status, media_type=MSGPACK)
+    return json_response(content, status)
+
+
+def _plain(tree: Any) -> Any:
+    """Arrays as lists; ragged columns as one list for each datum."""
+    if isinstance(tree, dict):
+        if set(tree) == {"values", "rows", "cols"}:
+            return [None if array is None else array.tolist() for array in unpack_ragged(tree)]
+        return {key: _plain(value) for key, value in tree.items()}
+    return tree.tolist() if isinstance(tree, np.ndarray) else tree
