@@ -11,12 +11,16 @@ export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test test-deep lint format bench clean
 demo: $(VENV)/ready
 	$(BIN)/tinsmith demo --model $(MODEL)
 
 test: lint
 	$(BIN)/python -m pytest tests -q
+
+# Thousands of examples of the invariance properties; hours on two cores.
+test-deep: $(VENV)/ready
+	TINSMITH_DEEP=1 $(BIN)/python -m pytest tests/invariance -q --timeout 0
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

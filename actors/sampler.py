@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tinsmith.actors.options import ServiceOptions
 from tinsmith.bus.codec import decode, encode, pack_ragged
 from tinsmith.bus.commands import SampleArgs, parse_args
@@ -54,7 +56,7 @@ class SamplerReplica:
                 raise InvalidInput("the body has no prompt", remedy="Send {'prompt': int32 array}.", field="prompt")
             future: Future[Sampled] = Future()
             with self._wake:
-                self._arrived.append((command, checked, content["prompt"], future))
+                self._arrived.append((command, checked, content, future))
                 self._wake.notify()
             return await asyncio.wrap_future(future)
         except TinsmithError as error:
@@ -93,18 +95,18 @@ class SamplerReplica:
                 while not self._arrived and not any(g.busy for g in self._generators.values()):
                     self._wake.wait()
                 arrived, self._arrived = self._arrived, []
-            for command, args, prompt, future in arrived:
-                self._admit(command, args, prompt, future)
+            for command, args, content, future in arrived:
+                self._admit(command, args, content, future)
             for generator in list(self._generators.values()):
                 if generator.busy:
                     self._advance(generator)
 
-    def _admit(self, command: str, args: SampleArgs, prompt: Any, future: Future[Sampled]) -> None:
+    def _admit(self, command: str, args: SampleArgs, content: Any, future: Future[Sampled]) -> None:
         from tinsmith.actors.engine.sample_request import SampleRequest
 
         try:
             generator, version = self._serving(args.version)
-            generator.submit(SampleRequest(command, prompt, args, version))
+            generator.submit(SampleRequest(command, content["prompt"], args, version, content.get("targets")))
             self._waiting[command] = (generator, args, future)
         except TinsmithError as error:
             future.set_exception(error)
@@ -152,12 +154,24 @@ class SamplerReplica:
                 future.set_exception(done.error)
 
     def _answer(self, args: SampleArgs, done: Finished) -> Sampled:
+        from tinsmith.actors.engine.alternatives import EMPTY, last_only
+
         body: dict[str, Any] = {
             "tokens": pack_ragged([sequence.tokens for sequence in done.sequences]),
             "logprobs": pack_ragged([sequence.logprobs for sequence in done.sequences]),
         }
+        if args.topk:
+            for name, part in (("topk_tokens", 0), ("topk_logprobs", 1)):
+                body[name] = pack_ragged(
+                    [sequence.topk[part] if sequence.topk else None for sequence in done.sequences]
+                )
         if done.prompt_logprobs is not None:
-            body["prompt_logprobs"] = done.prompt_logprobs
+            body["prompt_logprobs"] = last_only(done.prompt_logprobs, args.prompt_last_n, np.nan)
+        if done.extras is not None and done.extras.topk is not None:
+            body["prompt_topk_tokens"] = done.extras.topk[0]
+            body["prompt_topk_logprobs"] = last_only(done.extras.topk[1], args.prompt_last_n, EMPTY)
+        if done.extras is not None and done.extras.target_logprobs is not None:
+            body["target_logprobs"] = done.extras.target_logprobs
         result = {
             "version": args.version,
             "stop_reasons": [sequence.stop_reason for sequence in done.sequences],

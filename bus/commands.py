@@ -126,6 +126,12 @@ class SampleArgs(Args):
     """None: the model's own end tokens; an empty tuple: never stop at a token."""
     stop_strings: tuple[str, ...] = ()
     prompt_logprobs: bool = False
+    prompt_last_n: int | None = Field(default=None, ge=1)
+    """Log-probs of the last so many prompt tokens alone; those before are NaN."""
+    topk: int = Field(default=0, ge=0, le=256)
+    """So many of the likeliest tokens beside each sampled one."""
+    prompt_topk: int = Field(default=0, ge=0, le=256)
+    """So many of the likeliest tokens at each position of the prompt."""
 
 
 SCHEMAS: dict[Kind, type[Args]] = {

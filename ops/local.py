@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tinsmith.bus.errors import StartupError
 
-STOP_SECONDS = 30.0
+STOP_SECONDS = 60.0
 """How long a service may take to end after SIGTERM."""
 
 

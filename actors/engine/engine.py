@@ -134,7 +134,7 @@ class Engine:
         done: list[tuple[MicroBatch, Evaluation | None, Tensor]] = []
         with torch.set_grad_enabled(backward):
             for indices in plan.ranks[self.ranks.rank]:
-                batch = collate(data, indices, self.device)
+                batch = collate(data, indices, self.device, ignored=loss.ignored)
                 logprobs, entropy = it.scorer(batch.tokens, batch.targets, batch.mask)
                 result: Evaluation | None = None
                 try:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tinsmith.actors.engine.alternatives import TopK, of_sampled
 from tinsmith.actors.engine.kv_cache import SlotCache
 from tinsmith.actors.engine.model_pass import ModelPass, rows_of
 from tinsmith.actors.engine.prefill import Prefill, Prompt, PromptStore, choose_batch
@@ -193,13 +194,16 @@ class Generator:
         """Choose the first token of each sample from its prompt's logits, and give those that go on a row."""
         chooser = Chooser([sample.job.request.args for sample, _ in ready], self._device)
         uniforms = np.array([sample.random.random() for sample, _ in ready])
-        tokens, logprobs = chooser(torch.stack([prompt.logits for _, prompt in ready]), uniforms)
+        logits = torch.stack([prompt.logits for _, prompt in ready])
+        tokens, logprobs = chooser(logits, uniforms)
+        topk = of_sampled(logits, [sample.job.request.args for sample, _ in ready])
         started = {id(sample) for sample, _ in ready}
         self._waiting = deque(sample for sample in self._waiting if id(sample) not in started)
-        for (sample, prompt), token, logprob in zip(ready, tokens.tolist(), logprobs.tolist(), strict=True):
+        chosen = zip(ready, tokens.tolist(), logprobs.tolist(), topk, strict=True)
+        for (sample, prompt), token, logprob, alternatives in chosen:
             if sample.wants_prompt_logprobs:
-                sample.job.prompt_logprobs = prompt.logprobs
-            if self._take(sample, token, logprob):
+                sample.job.prompt_logprobs, sample.job.extras = prompt.logprobs, prompt.extras
+            if self._take(sample, token, logprob, alternatives):
                 continue
             longest = max((live.length - 1 for live in self._live), default=0)
             self._slots.place(len(self._live), prompt.layers_kv, live=longest, most=self._max_rows)
@@ -223,11 +227,12 @@ class Generator:
         logits = self._pass.decode(batch.tokens, batch.positions, self._slots, batch.groups)
         uniforms = np.array([sample.random.random() for sample in self._live])
         tokens, logprobs = batch.chooser(logits, uniforms)
+        topk = of_sampled(logits, [sample.job.request.args for sample in self._live])
         batch.advance(tokens)
-        chosen = list(zip(list(self._live), tokens.tolist(), logprobs.tolist(), strict=True))
-        self._leave([sample for sample, token, logprob in chosen if self._take(sample, token, logprob)])
+        chosen = list(zip(list(self._live), tokens.tolist(), logprobs.tolist(), topk, strict=True))
+        self._leave([sample for sample, *said in chosen if self._take(sample, *said)])
 
-    def _take(self, sample: Sample, token: int, logprob: float) -> bool:
+    def _take(self, sample: Sample, token: int, logprob: float, topk: TopK | None) -> bool:
         """Record a token; True when the sample is over, by itself or because its request failed."""
         job = sample.job
         if self._jobs.get(job.request.id) is not job:
@@ -235,7 +240,7 @@ class Generator:
         if not math.isfinite(logprob):
             self._fail(job, NonFinite("the model's logits are not finite", remedy="Sample from an earlier version."))
             return True
-        if not sample.take(token, logprob):
+        if not sample.take(token, logprob, topk):
             return False
         if (result := job.result()) is not None:
             del self._jobs[job.request.id]

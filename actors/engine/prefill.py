@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tinsmith.actors.engine.alternatives import PromptExtras
 from tinsmith.actors.engine.kv_cache import KeyValue, PromptCache
 from tinsmith.actors.engine.sample_request import LogProbs, PromptKey, Sample, Tokens
 from tinsmith.actors.engine.versions import Adapter
@@ -32,6 +33,7 @@ class Prompt:
     layers_kv: list[KeyValue]
     logits: torch.Tensor
     logprobs: LogProbs | None
+    extras: PromptExtras | None = None
 
 
 class PromptStore:
@@ -75,6 +77,7 @@ class Prefill:
         self._contexts: list[Tokens] = [sample.context for sample in samples]
         self.adapters: list[Adapter | None] = [sample.job.adapter for sample in samples]
         self._with_logprobs = samples[0].wants_prompt_logprobs
+        self._extras = [sample.extras() for sample in samples]
         longest = max(len(context) for context in self._contexts)
         # One column more than the longest, so that the target of a chunk's last token can always be read.
         padded = np.zeros((len(samples), longest + 1), dtype=np.int64)
@@ -119,9 +122,13 @@ class Prefill:
         """Log-prob of each token under the logits of the one before it."""
         assert self._logprobs is not None
         targets = self._tokens[:, begin + 1 : end + 1, None]
-        scores = torch.log_softmax(logits, -1).gather(2, targets)[..., 0].cpu().numpy()
+        logp = torch.log_softmax(logits, -1)
+        scores = logp.gather(2, targets)[..., 0].cpu().numpy()
         stop = min(end + 1, self._longest)
         self._logprobs[:, begin + 1 : stop] = scores[:, : stop - begin - 1]
+        for row, extras in enumerate(self._extras):
+            if extras is not None:
+                extras.fill(logp[row], begin)
 
     def _prompts(self) -> list[Prompt]:
         prompts = []
@@ -129,7 +136,8 @@ class Prefill:
             logits = self._logits[row]
             assert logits is not None
             scores = None if self._logprobs is None else self._logprobs[row, : len(context)].copy()
-            prompts.append(Prompt(key, len(context), self._cache.row(row, len(context)), logits, scores))
+            layers = self._cache.row(row, len(context))
+            prompts.append(Prompt(key, len(context), layers, logits, scores, self._extras[row]))
         return prompts
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from tinsmith.actors.engine.alternatives import PromptExtras, TopK
 from tinsmith.actors.engine.sampling import uniform_stream
 from tinsmith.actors.engine.stop import StopReason, StopRule
 from tinsmith.actors.engine.versions import BASE, Adapter
@@ -30,6 +31,8 @@ class SampleRequest:
     prompt: Tokens
     args: SampleArgs
     version: str = BASE
+    targets: npt.NDArray[np.int64] | None = None
+    """[n - 1, K]: tokens whose log-probs at prompt positions 1 and on are wanted; negative ones are not."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class SampledSequence:
     logprobs: LogProbs
     stop_reason: StopReason
     text: str
+    topk: TopK | None = None
+    """[m, k], where it was asked for."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Finished:
     prompt_logprobs: LogProbs | None
     version: str
     cached_tokens: int = 0
+    extras: PromptExtras | None = None
 
 
 @dataclass(frozen=True)
@@ -74,19 +80,26 @@ class Job:
     loaded: bool = False
     cached_tokens: int | None = None
     prompt_logprobs: LogProbs | None = None
+    extras: PromptExtras | None = None
     done: dict[int, SampledSequence] = field(default_factory=dict)
 
     def result(self) -> Finished | None:
         """The answer once every sample has ended."""
-        n = self.request.args.n
-        if len(self.done) < n:
+        args = self.request.args
+        if len(self.done) < args.n:
             return None
-        sequences = tuple(self.done[i] for i in range(n))
-        return Finished(self.request.id, sequences, self.prompt_logprobs, self.request.version, self.cached_tokens or 0)
+        return Finished(
+            self.request.id,
+            tuple(self.done[i] for i in range(args.n)),
+            self.prompt_logprobs if args.prompt_logprobs else None,
+            self.request.version,
+            self.cached_tokens or 0,
+            self.extras,
+        )
 
 
-PromptKey = tuple[str, bytes]
-"""Version and token bytes of a prompt: what may share one prefill."""
+PromptKey = tuple[str, bytes, bytes]
+"""Version and token bytes of a prompt, and what is asked of it beyond: what may share one prefill."""
 
 
 @dataclass(eq=False)
@@ -99,6 +112,7 @@ class Sample:
     random: np.random.Generator
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    topk: list[TopK] = field(default_factory=list)
     started: int = -1
     """Order in which it got its row."""
 
@@ -110,7 +124,20 @@ class Sample:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether its prefill must give log-probs of the prompt."""
-        return self.job.request.args.prompt_logprobs and self.job.prompt_logprobs is None
+        wanted = self.job.request.args.prompt_logprobs or self._wants_extras
+        return wanted and self.job.prompt_logprobs is None
+
+    @property
+    def _wants_extras(self) -> bool:
+        request = self.job.request
+        return request.args.prompt_topk > 0 or request.targets is not None
+
+    def extras(self) -> PromptExtras | None:
+        """What its prefill must tell of the prompt beyond log-probs, still empty; None for nothing (more)."""
+        if not self._wants_extras or self.job.extras is not None:
+            return None
+        request = self.job.request
+        return PromptExtras(len(request.prompt), request.args.prompt_topk, request.targets)
 
     @cached_property
     def context(self) -> Tokens:
@@ -120,16 +147,22 @@ class Sample:
     @cached_property
     def key(self) -> PromptKey:
         """What its prefill is found by."""
-        return self.job.request.version, self.context.tobytes()
+        request, extras = self.job.request, b""
+        if self._wants_extras and self.job.extras is None:
+            extras = f"{request.args.prompt_topk}:".encode()
+            extras += request.targets.tobytes() if request.targets is not None else b""
+        return request.version, self.context.tobytes(), extras
 
     def pause(self) -> None:
         """Back to the queue: its context is now longer than when it began."""
         del self.context, self.key
 
-    def take(self, token: int, logprob: float) -> bool:
-        """Append a token; True when it was the last."""
+    def take(self, token: int, logprob: float, topk: TopK | None = None) -> bool:
+        """Append a token, and the likeliest ones [1, k] in its place; True when it was the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        if topk is not None:
+            self.topk.append(topk)
         reason = self.rule.after(token)
         if reason is None:
             return False
@@ -138,6 +171,9 @@ class Sample:
             np.asarray(self.logprobs, dtype=np.float32),
             reason,
             self.rule.text(self.tokens),
+            (np.concatenate([t for t, _ in self.topk]), np.concatenate([p for _, p in self.topk]))
+            if self.topk
+            else None,
         )
         return True
 
@@ -171,6 +207,8 @@ class Limits:
         if prompt.ndim != 1 or prompt.size == 0 or not np.issubdtype(prompt.dtype, np.integer):
             raise InvalidInput("the prompt must be a list of tokens", remedy="Send at least one token.", field="prompt")
         self._in_vocabulary(prompt, "prompt")
+        if request.targets is not None:
+            self._check_targets(request.targets, prompt.size)
         if prompt.size + args.max_tokens > self.context:
             raise SequenceTooLong(
                 f"{prompt.size} prompt tokens and max_tokens {args.max_tokens} are {prompt.size + args.max_tokens} "
@@ -190,7 +228,7 @@ class Limits:
             raise InvalidInput("a stop string is empty", remedy="Leave it out.", field="stop_strings")
         stop_tokens = self.end_tokens if args.stop_tokens is None else frozenset(args.stop_tokens)
         tail = [int(token) for token in prompt[-8:]]
-        job = Job(SampleRequest(request.id, prompt.astype(np.int32), args, request.version))
+        job = Job(replace(request, prompt=prompt.astype(np.int32)))
 
         def rule() -> StopRule:
             return StopRule(
@@ -202,6 +240,15 @@ class Limits:
             )
 
         return [Sample(job, i, rule(), uniform_stream(args.seed, i)) for i in range(args.n)]
+
+    def _check_targets(self, targets: npt.NDArray[np.int64], length: int) -> None:
+        if targets.dtype != np.int64 or targets.ndim != 2 or len(targets) != length - 1:
+            raise InvalidInput(
+                f"shape {list(targets.shape)} and dtype {targets.dtype}, expected int64 [{length - 1}, K]",
+                remedy="Send one row for each prompt token but the first; -1 asks for nothing.",
+                field="targets",
+            )
+        self._in_vocabulary(np.maximum(targets.ravel(), 0), "targets")
 
     def _in_vocabulary(self, tokens: npt.NDArray[Any], name: str) -> None:
         wrong = np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))

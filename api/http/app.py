@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -11,10 +13,12 @@ from fastapi import FastAPI
 from tinsmith.api.http.door import Door
 from tinsmith.api.http.errors import answer_http_error, answer_typed_error
 from tinsmith.api.http.responses import HttpError
-from tinsmith.api.http.routes import futures, health, native, rest, sampling, session, training
+from tinsmith.api.http.routes import futures, health, native, openai, rest, sampling, session, training
 from tinsmith.api.http.settings import HttpSettings
 from tinsmith.api.http.sweeper import sweep_for_ever
 from tinsmith.bus.errors import TinsmithError
+
+log = logging.getLogger("tinsmith.http")
 
 
 def make_app(settings: HttpSettings) -> FastAPI:
@@ -24,6 +28,7 @@ def make_app(settings: HttpSettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.door = await Door.open(settings)
         sweeping = asyncio.create_task(sweep_for_ever(app.state.door))
+        sweeping.add_done_callback(_ended)
         try:
             yield
         finally:
@@ -31,8 +36,15 @@ def make_app(settings: HttpSettings) -> FastAPI:
             await app.state.door.close()
 
     app = FastAPI(title="Tinsmith", lifespan=lifespan, openapi_url=None)
-    for part in (session, training, futures, sampling, rest, native, health):
+    for part in (session, training, futures, sampling, rest, native, openai, health):
         app.include_router(part.router)
     app.add_exception_handler(HttpError, answer_http_error)
     app.add_exception_handler(TinsmithError, answer_typed_error)
     return app
+
+
+def _ended(sweeping: asyncio.Task[None]) -> None:
+    if not sweeping.cancelled():
+        # The bus came back without its data, or a fault of ours: a fresh replica opens it anew.
+        log.critical("this replica can't go on", exc_info=sweeping.exception())
+        os._exit(1)

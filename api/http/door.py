@@ -7,12 +7,14 @@ same, refused, and fails in its place.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from starlette.requests import Request
 
 from tinsmith.api.http.auth import owner_of
-from tinsmith.api.http.names import REFUSED_PREFIX, refused_id, session_of
+from tinsmith.api.http.completions import Completions
+from tinsmith.api.http.names import REFUSED_PREFIX, TinkerPath, refused_id, session_of
 from tinsmith.api.http.records import ModelRecord, SessionRecord
 from tinsmith.api.http.settings import HttpSettings
 from tinsmith.api.http.store import Store
@@ -27,6 +29,7 @@ from tinsmith.bus.errors import (
     TinsmithError,
     UnknownCommand,
     UnknownModel,
+    UnknownVersion,
 )
 from tinsmith.bus.inbox import Inbox, Result
 from tinsmith.bus.status import get_status
@@ -41,16 +44,21 @@ class Door:
         self.bus = bus
         self.inbox = inbox
         self.store = Store(bus)
+        self.completions = Completions(bus)
+        self.opened = time.time()
         self._context: int | None = None
 
     @classmethod
     async def open(cls, settings: HttpSettings) -> Door:
         """Raises BusUnreachable."""
         bus = await open_bus(settings.bus_url, settings.bus)
-        return cls(settings, bus, await bus.inbox(keep_seconds=settings.keep_seconds).start())
+        door = cls(settings, bus, await bus.inbox(keep_seconds=settings.keep_seconds).start())
+        door.completions.start()
+        return door
 
     async def close(self) -> None:
         """Let go of the bus; whoever still waits is told to ask again."""
+        await self.completions.close()
         await self.inbox.close()
         await self.bus.close()
 
@@ -101,7 +109,8 @@ class Door:
         """A session of the caller's. Raises InvalidInput when it is over, never was, or is another tenant's."""
         owner = self.owner(request)
         record = await self.store.session(session)
-        if record is None or record.owner != owner:
+        over = record is None or await self.store.last_seen(session) is None
+        if record is None or over or record.owner != owner:
             raise InvalidInput(f"there is no session {session!r}", remedy="Create one; it may be over.")
         return record
 
@@ -112,6 +121,21 @@ class Door:
         if record is None or record.owner != owner:
             raise UnknownModel("there is no such model", remedy="Create it first.", model=model)
         return record
+
+    async def readable(self, request: Request, path: TinkerPath) -> ModelRecord:
+        """The training run of a checkpoint or version that is the caller's own or public; it may not be written yet.
+
+        Raises UnknownVersion.
+        """
+        owner = self.owner(request)
+        run = await self.store.model(path.model)
+        if run is not None and run.owner != owner:
+            saves = await self.store.saves(path.model)
+            if not any(save.public for save in saves.get(path.checkpoint_id, ())):
+                run = None
+        if run is None:
+            raise UnknownVersion(f"there is no {path}", remedy="Use a path that a save returned.", field="path")
+        return run
 
     async def check_owner(self, request: Request, name: str) -> None:
         """Whether a model, sampling session or request is of a session of the caller's. Raises UnknownModel."""

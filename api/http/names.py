@@ -24,6 +24,7 @@ UNNAMED_PREFIX = "@"
 
 _NAME = re.compile(f"^{NAME_PATTERN}$")
 _PATH = re.compile(r"^tinker://([^/]+)/([^/]+)/([^/]+)$")
+_SESSION_MODEL = re.compile(r"^s-[0-9a-f]{16}:train:\d+$")
 _UNNAMED_SAMPLER = re.compile(r"^(.+:train:\d+):sampler:(\d+)$")
 
 PathKind = Literal["weights", "sampler_weights"]
@@ -68,6 +69,11 @@ def request_id(owner: str, seq: int) -> str:
 def session_of(name: str) -> str:
     """The session that a model, sampling session or request belongs to."""
     return name.partition(":")[0]
+
+
+def is_session_model(model: str) -> bool:
+    """Whether a model was made in a session, and goes with it."""
+    return bool(_SESSION_MODEL.match(model))
 
 
 def is_name(text: str) -> bool:

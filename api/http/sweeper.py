@@ -11,12 +11,15 @@ import time
 
 from tinsmith.api.http.catalog import remove, remove_unnamed, saved
 from tinsmith.api.http.door import Door
+from tinsmith.api.http.names import is_session_model, session_of
 from tinsmith.bus.envelope import Command, Kind
 from tinsmith.bus.errors import BusError, BusLost, InvalidInput
 
 log = logging.getLogger("tinsmith.http")
 
 SWEEP_SECONDS = 10
+RUN_SECONDS = 7 * 86400
+"""How long a training run without checkpoints is listed after its session is over."""
 
 
 async def sweep_for_ever(door: Door) -> None:
@@ -35,8 +38,10 @@ async def sweep_for_ever(door: Door) -> None:
 async def sweep(door: Door, now: float) -> None:
     """Do what is due at `now` (Unix seconds)."""
     settings = door.settings
-    for session in await door.store.silent(now - settings.session_seconds, now - settings.finished_seconds):
-        await end_session(door, session)
+    # While no door was open nobody could be heard: after a restart every client gets its time anew.
+    if now - door.opened >= settings.session_seconds:
+        for session in await door.store.silent(now - settings.session_seconds, now - settings.finished_seconds):
+            await end_session(door, session)
     for model in await door.store.models():
         await _expire(door, model, now)
 
@@ -55,9 +60,14 @@ async def end_session(door: Door, session: str) -> None:
 
 async def _expire(door: Door, model: str, now: float) -> None:
     saves = await door.store.saves(model)
+    everything = await asyncio.to_thread(saved, door.settings, model, saves)
+    record = await door.store.model(model)
+    forgotten = record is not None and record.created < now - RUN_SECONDS and is_session_model(model)
+    if forgotten and not everything and await door.store.last_seen(session_of(model)) is None:
+        await door.store.drop_model(model)
     over = [
         one
-        for one in await asyncio.to_thread(saved, door.settings, model, saves)
+        for one in everything
         if one.record is not None and one.record.expires_at is not None and one.record.expires_at <= now
     ]
     for one in over:

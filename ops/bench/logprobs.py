@@ -1,6 +1,7 @@
 """Peak memory of the log-prob path at a large vocabulary, which must not grow with the batch.
 
-`python -m tinsmith.ops.bench.logprobs MODEL TOKENS` runs one forward_backward in this process and prints its peak in MB.
+`python -m tinsmith.ops.bench.logprobs MODEL TOKENS` runs one forward_backward and prints its
+own peak in MB.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from tinsmith.ops.bench.stage import Stage
 from tinsmith.ops.bench.workload import TOKEN_BUDGET
 
 DATUMS, SHORTEST, LONGEST = 256, 16, 512
-VOCAB = 512
+VOCAB = 256
 ROUNDS = 3
 
 
@@ -26,7 +26,7 @@ async def packing(stage: Stage) -> list[Row]:
     """256 datums of log-normal lengths on one rank, planned and in order of arrival, in turns."""
     await stage.clear()
     torch.set_num_threads(1)
-    path = stage.llama("two-layers", vocab=VOCAB, hidden=128, layers=2, context=LONGEST)
+    path = stage.llama("two-layers", vocab=VOCAB, hidden=64, layers=2, context=LONGEST)
     lengths = np.exp(np.random.default_rng(3).normal(np.log(96), 0.9, DATUMS)).astype(int).clip(SHORTEST, LONGEST)
     data = make_data(lengths, VOCAB)
     engine = Engine(path, alias="two", token_budget=TOKEN_BUDGET)

@@ -1,9 +1,7 @@
-"""Sampling beside transformers.generate, on the small real model: equal requests at once, and mixed ones that arrive."""
+"""Sampling beside transformers.generate on the small real model: equal requests at once, mixed ones that arrive."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ import torch
 
 from tinsmith.actors.engine.base import load_base
 from tinsmith.actors.engine.generate import Generator
+from tinsmith.actors.engine.gguf import unpacked
 from tinsmith.actors.engine.sample_request import Finished, SampleRequest
 from tinsmith.api.address import default_cache
 from tinsmith.bus.commands import SampleArgs
@@ -50,12 +49,10 @@ async def sampling(stage: Stage) -> list[Row]:
     except NotAModel as error:
         stage.say(f"sampling is left out: {error}")
         return []
-    command = [sys.executable, "-m", "tinsmith.actors.engine.gguf", str(file), str(default_cache())]
-    folder = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().rpartition("\n")[2]
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     try:
-        model = load_base(folder, name="smollm2").module
+        model = load_base(unpacked(file, default_cache()), name="smollm2").module
         note = f"SmolLM2, batch {BATCH}, {THREADS} threads"
         return [
             _measure("sampling: equal", model, _equal(), EQUAL_ROUNDS, 0.95, f"{note}, beside generate"),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import numpy as np
 
-from tinsmith.api import Model, connect
+from tinsmith.api import Model, Pending, connect
 from tinsmith.ops.bench.models import make_data
 from tinsmith.ops.bench.processes import cpu_seconds, megabytes, own_processes, ray_processes
 from tinsmith.ops.bench.row import Row, at_most
@@ -74,7 +75,7 @@ async def memory(stage: Stage) -> list[Row]:
 async def _train(model: Model, steps: int) -> None:
     data = make_data(np.full(4, 12), TINY_VOCAB)
     for begin in range(0, steps, AHEAD):
-        sent = []
+        sent: list[Pending[Any]] = []
         for _ in range(min(AHEAD, steps - begin)):
             sent += [model.forward_backward(data, "cross_entropy"), model.optim_step(lr=1e-3)]
         for pending in sent:

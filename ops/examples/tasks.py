@@ -32,15 +32,11 @@ class Task:
     lessons: Lessons | None = None
 
 
-HELD_OUT = 20
-"""Problems kept from training, of the 100 that each task has."""
-
-
 def sums(steps: int | None = None, seed: int = 0) -> Task:
     """Sums of two digits after two worked examples: a small instruct model gets about half of them right."""
     problems = [Problem(f"1 + 1 = 2\n2 + 3 = 5\n{a} + {b} =", str(a + b)) for a in range(10) for b in range(10)]
-    train, held_out = _split(problems, seed)
-    recipe = Recipe(steps=steps or 12, problems_per_step=6, samples_per_problem=8, max_tokens=4, lr=3e-4, seed=seed)
+    train, held_out = _split(problems)
+    recipe = Recipe(steps=steps or 10, problems_per_step=8, samples_per_problem=8, max_tokens=4, lr=2e-4, seed=seed)
     return Task("add two digits", train, held_out, recipe, lora_rank=16, lora_alpha=32.0)
 
 
@@ -51,20 +47,24 @@ def reversals(steps: int | None = None, seed: int = 0) -> Task:
     supervised phase ends half-way, and reinforcement has something to settle.
     """
     problems = [Problem(f"{n:02d}>", f"{n:02d}"[::-1]) for n in range(100)]
-    train, held_out = _split(problems, seed)
+    train, held_out = _split(problems)
     random = np.random.default_rng(seed)
     batches = []
     for _ in range(80):
         picks = [train[i] for i in random.integers(len(train), size=64)]
         forms = np.where(random.random(64) < 0.6, "=", "")
         batches.append([(p.prompt, f"{form}{p.answer}\n") for p, form in zip(picks, forms, strict=True)])
-    recipe = Recipe(steps=steps or 20, problems_per_step=16, samples_per_problem=8, max_tokens=4, lr=2e-3, seed=seed)
+    recipe = Recipe(steps=steps or 20, problems_per_step=16, samples_per_problem=8, max_tokens=4, lr=1.5e-3, seed=seed)
     lessons = Lessons(batches, lr=3e-3)
     return Task(
         "reverse two digits", train, held_out, recipe, lora_rank=16, lora_alpha=32.0, unembed=True, lessons=lessons
     )
 
 
-def _split(problems: Sequence[Problem], seed: int) -> tuple[list[Problem], list[Problem]]:
-    order = np.random.default_rng(seed).permutation(len(problems))
-    return [problems[i] for i in order[HELD_OUT:]], [problems[i] for i in order[:HELD_OUT]]
+def _split(problems: Sequence[Problem]) -> tuple[list[Problem], list[Problem]]:
+    """Problem 10a + b is held out where a + 2b leaves 1 modulo 5: every digit equally often, and every sum in about its
+    share of the training problems, so that what is measured is not one that training never saw."""
+    held = [(n // 10 + 2 * (n % 10)) % 5 == 1 for n in range(len(problems))]
+    return [p for p, out in zip(problems, held, strict=True) if not out], [
+        p for p, out in zip(problems, held, strict=True) if out
+    ]

@@ -102,7 +102,9 @@ def test_the_sdk_reads_log_probs_of_any_shape_and_nan_stays_nan() -> None:
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("path", ["tinker://m/weights", "tinker://m/other/x", "m/weights/x", "tinker://m/weights/a/b", 3])
+@pytest.mark.parametrize(
+    "path", ["tinker://m/weights", "tinker://m/other/x", "m/weights/x", "tinker://m/weights/a/b", 3]
+)
 def test_what_is_no_path_is_refused(path: object) -> None:
     with pytest.raises(InvalidInput):
         parse_path(path)
@@ -112,3 +114,9 @@ def test_what_is_no_path_is_refused(path: object) -> None:
 def test_what_can_not_name_a_checkpoint_is_refused(name: object) -> None:
     with pytest.raises(InvalidInput):
         given_name(name, 1)
+
+
+def test_a_truncated_compressed_body_is_refused() -> None:
+    whole = zstandard.compress(bytes(1_000_000))
+    with pytest.raises(InvalidInput):
+        decompress(whole[:-8], "zstd")

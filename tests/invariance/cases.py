@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from engine.tiny import VOCAB
 from hypothesis import strategies as st
-from reference.cases import CONFIGS, LOSSES
-
 from invariance.groups import Call, create, forward, forward_backward, step
 from invariance.judge import Judge
+from reference.cases import CONFIGS, LOSSES
+
 from tinsmith.bus.datum import Datum
 
 CONTEXT = 64
@@ -35,7 +36,7 @@ def random_adapters(shapes: dict[str, np.ndarray], seed: int) -> dict[str, np.nd
     """Values for adapters of these shapes, both factors away from 0, so that both have a gradient."""
     rng = np.random.default_rng(seed)
     return {
-        n: (rng.normal(size=a.shape) * (0.3 if "lora_B" in n else a.shape[1] ** -0.5)).astype(np.float32)
+        n: (rng.normal(size=a.shape) * (0.1 if "lora_B" in n else a.shape[1] ** -0.5)).astype(np.float32)
         for n, a in shapes.items()
     }
 
@@ -68,7 +69,8 @@ def make_datum(
         return Datum(tokens, inputs)
     inputs["advantages"] = np.where(on, rng.normal(size=shape) + 0.1, 0.0)
     limits = [np.log(limit) for name, limit in CONFIGS[loss].items() if "clip" in name and limit > 0]
-    gap = rng.normal(scale=0.25, size=length)
+    # dro is a difference of log-probs, so it is exact against them, not against a small gap.
+    gap = rng.normal(scale=1.0 if loss == "dro" else 0.25, size=length)
     if loss == "gspo":
         averaged = rng.random(length) < 0.8
         averaged[rng.integers(length)] = True
@@ -113,7 +115,7 @@ class Way:
         """Indices of datums, call by call."""
         order = sorted(range(count), key=lambda i: (self.order[i % len(self.order)], i))
         edges = [0, *sorted(cut for cut in self.cuts if 0 < cut < count), count]
-        return [order[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+        return [order[a:b] for a, b in pairwise(edges)]
 
 
 bearings = st.sampled_from(["some", "some", "all", "none"]).map(Bearing)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from engine.tiny import tiny_model as make_model
 from hypothesis import HealthCheck, Phase, settings
-
 from invariance.groups import RankGroup
 
 _SLOW = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}

@@ -1,10 +1,12 @@
-"""Tinker API: what became of a request, held until it is known."""
+"""Tinker API: what became of a request, or of any of a sampling session's, held until it is known."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter, Request, Response
 
-from tinsmith.api.http.fields import field
+from tinsmith.api.http.fields import field, maybe, optional
 from tinsmith.api.http.names import REFUSED_PREFIX
 from tinsmith.api.http.responses import PROTOBUF, HttpError, json_response, proto_response, read_object
 from tinsmith.api.http.routes.session import door_of
@@ -34,3 +36,23 @@ async def retrieve_future(request: Request) -> Response:
         return json_response(pending, 408)
     except UnknownCommand as error:
         raise HttpError(410, str(error)) from None
+
+
+@router.post("/retrieve_futures")
+async def retrieve_futures(request: Request) -> Response:
+    """Samples of one sampling session that ended since `prev_cursor`."""
+    door, body = door_of(request), await read_object(request)
+    target = field(body, "target", dict[str, Any])
+    sampler = field(target, "sampling_session_id", str)
+    await door.check_owner(request, sampler)
+    cursor = optional(body, "prev_cursor", int, 0)
+    seconds = min(optional(body, "timeout", float, door.settings.poll_seconds), door.settings.poll_seconds)
+    whose = sampler, maybe(target, "cloned_sampler_id", int) or 0
+    ended = await door.completions.after(whose, cursor, seconds)
+    completions = [
+        {"state": "finished", "request_id": event.id, "response_payload_uncompressed_size": event.body_bytes}
+        if event.ok
+        else {"state": "failed", "request_id": event.id}
+        for event in ended
+    ]
+    return json_response({"completions": completions, "cursor": ended[-1].n if ended else cursor})

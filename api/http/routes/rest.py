@@ -97,10 +97,8 @@ async def weights_info(request: Request) -> Response:
     """What kind of model a checkpoint is of."""
     door, body = door_of(request), await read_object(request)
     path = parse_path(field(body, "tinker_path", str))
-    record = await door.store.model(path.model)
-    one = await _find(door, path)
-    public = one is not None and one.record is not None and one.record.public
-    if record is None or one is None or (record.owner != door.owner(request) and not public):
+    record = await door.readable(request, path)
+    if await _find(door, path) is None:
         raise UnknownVersion(f"there is no {path}", remedy="Use a path that a save returned.")
     lora = record.lora
     return json_response(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from tinsmith.api.http.door import Door
@@ -13,6 +14,7 @@ from tinsmith.api.http.names import request_id
 from tinsmith.api.http.records import SamplerRecord
 from tinsmith.api.http.responses import json_response, read_object
 from tinsmith.api.http.routes.session import door_of
+from tinsmith.api.http.wire import tensors
 from tinsmith.api.http.wire.batches import tokens_of
 from tinsmith.bus.codec import encode
 from tinsmith.bus.envelope import SAMPLE_LANE, Command, Kind
@@ -20,7 +22,8 @@ from tinsmith.bus.errors import InvalidInput, TinsmithError, UnknownVersion
 
 router = APIRouter(prefix="/api/v1")
 
-UNSUPPORTED = ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k", "record_stability_info")
+_NO_CELL = -(2**62)
+UNSUPPORTED = ("prompt_alt_tokens_k", "record_stability_info")
 """Numbers and switches that must be zero, false or absent."""
 
 
@@ -39,7 +42,7 @@ async def asample(request: Request) -> Response:
         if record is None:
             raise UnknownVersion(f"there is no sampling session {sampler!r}", remedy="Create it; it may be over.")
         prompt = tokens_of(body.get("prompt"))
-        content = encode({"prompt": prompt})
+        content = encode({"prompt": prompt, **_targets(body.get("target_prompt_logprobs"))})
         args = await _args(door, record, body, len(prompt))
     except InvalidInput as wrong:
         error = wrong
@@ -65,9 +68,6 @@ async def _args(door: Door, record: SamplerRecord, body: Mapping[str, Any], prom
     for name in UNSUPPORTED:
         if body.get(name):
             raise InvalidInput("this service can't do that", remedy="Leave it out.", field=name)
-    for name in ("target_prompt_logprobs", "prompt_logprobs_last_n"):
-        if body.get(name) is not None:
-            raise InvalidInput("this service can't do that", remedy="Leave it out.", field=name)
     params = optional(body, "sampling_params", dict[str, Any], {})
     most = maybe(params, "max_tokens", int)
     if most is None:
@@ -82,8 +82,25 @@ async def _args(door: Door, record: SamplerRecord, body: Mapping[str, Any], prom
         "top_p": optional(params, "top_p", float, 1.0),
         "seed": maybe(params, "seed", int),
         "prompt_logprobs": optional(body, "prompt_logprobs", bool, False),
+        "prompt_last_n": maybe(body, "prompt_logprobs_last_n", int),
+        "prompt_topk": optional(body, "topk_prompt_logprobs", int, 0),
+        "topk": optional(body, "topk_sample_logprobs", int, 0),
         **stop_args(params.get("stop")),
     }
+
+
+def _targets(tensor: Any) -> dict[str, Any]:
+    """The targets for a command's body: -1 where there is no cell, -2 where a cell asks for nothing."""
+    if tensor is None:
+        return {}
+    try:
+        if isinstance(tensor, dict) and tensor.get("dtype") != "int64":
+            raise InvalidInput(f"dtype {tensor.get('dtype')!r}, expected int64")
+        cells = tensors.from_json(tensor, blank=_NO_CELL)
+    except InvalidInput as error:
+        error.field = "target_prompt_logprobs"
+        raise
+    return {"targets": np.where(cells == _NO_CELL, -1, np.where(cells < 0, -2, cells))}
 
 
 def stop_args(stop: Any) -> dict[str, Any]:

@@ -25,9 +25,9 @@ def door_of(request: Request) -> Door:
 
 @router.post("/client/config")
 async def client_config(request: Request) -> Response:
-    """What the client may do; large requests come compressed."""
+    """What the client may do: large requests come compressed, one request waits for all samples of a session."""
     door_of(request).owner(request)
-    return json_response({"proto_compress_fwdbwd": True})
+    return json_response({"proto_compress_fwdbwd": True, "sample_use_retrieve_futures": True})
 
 
 @router.post("/client/dynamic_config")
@@ -110,12 +110,9 @@ async def create_sampling_session(request: Request) -> Response:
         record = SamplerRecord(owner=owner, base=door.settings.base(body.get("base_model")), version="base")
     else:
         parsed = parse_path(path, "sampler_weights")
-        run = await door.store.model(parsed.model)
-        saves = await door.store.saves(parsed.model)
-        public = any(save.public for save in saves.get(parsed.checkpoint_id, ()))
-        there = door.settings.folder(parsed.kind, parsed.place).is_dir()
-        if run is None or not there or (run.owner != owner and not public):
-            raise UnknownVersion(f"there is no {path}", remedy="Use a path that save_weights_for_sampler returned.")
+        run = await door.readable(request, parsed)
+        if not door.settings.folder(parsed.kind, parsed.place).is_dir():
+            raise UnknownVersion(f"there is no {path}", remedy="Wait until it is saved, or use one that is.")
         record = SamplerRecord(owner=owner, base=run.base, version=parsed.place, model_path=path)
     await door.store.put_sampler(sampler, record)
     return json_response({"type": "create_sampling_session", "sampling_session_id": sampler})

@@ -70,10 +70,9 @@ async def load_weights(request: Request) -> Response:
     try:
         owner = (await door.session(request, session)).owner
         _check_optimizer(body)
-        path = await _readable(door, request, body)
+        path = parse_path(body.get("path"), "weights")
+        base = (await door.readable(request, path)).base
         saved = await asyncio.to_thread(_saved_args, door, path)
-        run = await door.store.model(path.model)
-        base = run.base if run is not None else door.settings.alias
         if body.get("base_model") is not None:
             base = door.settings.base(body["base_model"])
         if saved.lora is None:
@@ -239,21 +238,9 @@ async def _publish_args(door: Door, request: Request, body: Mapping[str, Any]) -
 
 
 async def _load_args(door: Door, request: Request, body: Mapping[str, Any]) -> dict[str, Any]:
-    path = await _readable(door, request, body)
-    return {"checkpoint": path.place, "optimizer": optional(body, "optimizer", bool, False)}
-
-
-async def _readable(door: Door, request: Request, body: Mapping[str, Any]) -> TinkerPath:
-    """The checkpoint that is to be loaded: the caller's own, or a public one. It may not be written yet."""
     path = parse_path(body.get("path"), "weights")
-    run = await door.store.model(path.model)
-    if run is not None and run.owner != door.owner(request):
-        saves = await door.store.saves(path.model)
-        if not any(save.public for save in saves.get(path.checkpoint_id, ())):
-            run = None
-    if run is None:
-        raise UnknownVersion(f"there is no {path}", remedy="Use a path that save_weights returned.", field="path")
-    return path
+    await door.readable(request, path)
+    return {"checkpoint": path.place, "optimizer": optional(body, "optimizer", bool, False)}
 
 
 def _saved_args(door: Door, path: TinkerPath) -> CreateModelArgs:

@@ -39,13 +39,19 @@ def decompress(body: bytes, encoding: str) -> bytes:
         return body
     if encoding != "zstd":
         raise InvalidInput(f"the content encoding {encoding!r} is not known", remedy="Use zstd.")
+    parts, size = [], 0
     try:
-        plain = zstandard.ZstdDecompressor().decompressobj().decompress(body)
+        for part in zstandard.ZstdDecompressor().read_to_iter(body):
+            parts.append(part)
+            size += len(part)
+            if size > MAX_BODY_BYTES:
+                raise InvalidInput(f"the body has more than {MAX_BODY_BYTES} bytes")
+        declared = zstandard.get_frame_parameters(body).content_size
     except zstandard.ZstdError as error:
         raise InvalidInput(f"the body is not zstd: {error}") from None
-    if len(plain) > MAX_BODY_BYTES:
-        raise InvalidInput(f"the body has {len(plain)} bytes; the limit is {MAX_BODY_BYTES}")
-    return plain
+    if declared not in (size, zstandard.CONTENTSIZE_UNKNOWN):
+        raise InvalidInput(f"the body has {size} bytes of {declared}")
+    return b"".join(parts)
 
 
 def read_proto(body: bytes) -> Batch:

@@ -105,7 +105,22 @@ def _sample(event: Event, tree: dict[str, Any]) -> pb.SampleResponse:
         response.prompt_logprobs = tree["prompt_logprobs"].astype("<f4", copy=False).tobytes()
     if "prompt_topk_tokens" in tree:
         response.topk_prompt_logprobs.CopyFrom(_topk(tree["prompt_topk_tokens"], tree["prompt_topk_logprobs"]))
+    if "target_logprobs" in tree:
+        response.target_prompt_logprobs.CopyFrom(_targets(tree["target_logprobs"]))
     return response
+
+
+def _targets(logprobs: Array) -> pb.Tensor:
+    """float32 [positions, K] in the layout of the request: NaN stands where a sparse one listed no cell."""
+    tensor = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=logprobs.shape)
+    listed = ~np.isnan(logprobs)
+    if listed.all():
+        tensor.dense = logprobs.astype("<f4", copy=False).tobytes()
+        return tensor
+    tensor.sparse_csr.values = logprobs[listed].astype("<f4", copy=False).tobytes()
+    tensor.sparse_csr.crow_indices = np.cumsum([0, *listed.sum(1)], dtype="<i8").tobytes()
+    tensor.sparse_csr.col_indices = np.nonzero(listed)[1].astype("<i8").tobytes()
+    return tensor
 
 
 def _topk(tokens: Array, logprobs: Array) -> pb.TopkLogprobs:

@@ -42,8 +42,9 @@ def from_proto(tensor: pb.Tensor) -> Array:
     return _shaped(_numbers(tensor.dense, dtype), list(tensor.shape))
 
 
-def from_json(tensor: Any) -> Array:
-    """As from_proto, of {data, dtype, shape?, sparse_crow_indices?, sparse_col_indices?}."""
+def from_json(tensor: Any, blank: int = 0) -> Array:
+    """As from_proto, of {data, dtype, shape?, sparse_crow_indices?, sparse_col_indices?}; cells that a sparse one does
+    not list are `blank`."""
     if not isinstance(tensor, Mapping) or not isinstance(tensor.get("data"), list):
         raise InvalidDatum("not a tensor", remedy="Send {data, dtype, shape}.")
     known: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
@@ -55,7 +56,7 @@ def from_json(tensor: Any) -> Array:
         shape = [int(size) for size in tensor.get("shape") or []]
         if tensor.get("sparse_crow_indices") is not None:
             crow = np.asarray(tensor["sparse_crow_indices"], np.int64)
-            return _dense(data, crow, np.asarray(tensor.get("sparse_col_indices") or [], np.int64), shape)
+            return _dense(data, crow, np.asarray(tensor.get("sparse_col_indices") or [], np.int64), shape, blank)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidDatum(f"not an array of numbers: {error}") from None
     return _shaped(data, shape)
@@ -78,8 +79,8 @@ def _shaped(values: Array, shape: Sequence[int]) -> Array:
     return values.reshape(shape)
 
 
-def _dense(values: Array, crow: Array, col: Array, shape: Sequence[int]) -> Array:
-    """A CSR matrix written out; cells that are not listed are 0."""
+def _dense(values: Array, crow: Array, col: Array, shape: Sequence[int], blank: int = 0) -> Array:
+    """A CSR matrix written out; cells that are not listed are `blank`."""
     if len(shape) != 2 or min(shape) < 0 or math.prod(shape) * values.dtype.itemsize > MAX_DENSE_BYTES:
         raise InvalidDatum(f"a sparse tensor can't have the shape {list(shape)}")
     rows, cols = shape
@@ -87,6 +88,6 @@ def _dense(values: Array, crow: Array, col: Array, shape: Sequence[int]) -> Arra
     counts = np.diff(crow)
     if not fits or (counts < 0).any() or (len(col) and (col.min() < 0 or col.max() >= cols)):
         raise InvalidDatum("a sparse tensor's indices don't fit its shape")
-    dense = np.zeros((rows, cols), values.dtype)
+    dense = np.full((rows, cols), blank, values.dtype)
     dense[np.repeat(np.arange(rows), counts), col] = values
     return dense

@@ -1,0 +1,217 @@
+"""Requests that a network repeats, reorders or forges: each takes effect once, in its turn, for its owner."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import zstandard
+from door_app import Running, running
+
+from tinsmith.api.http.door import Door
+from tinsmith.api.http.settings import HttpSettings
+from tinsmith.api.http.sweeper import end_session, sweep
+from tinsmith.api.http.wire import tinsmith_pb2 as pb
+from tinsmith.bus.errors import UnknownModel
+
+PROTO = {"content-type": "application/x-protobuf"}
+OPTIM = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
+
+
+class Client:
+    """A client that speaks the protocol by hand."""
+
+    def __init__(self, app: Running, key: str = "tml-one") -> None:
+        self.http = app.http(key)
+        self.session = self.post("create_session", tags=[], sdk_version="0.38.0").json()["session_id"]
+
+    def post(self, path: str, /, **body: Any) -> httpx.Response:
+        return self.http.post(f"/api/v1/{path}", json=body)
+
+    def result(self, request: str, accept: str = "application/json") -> httpx.Response:
+        while True:
+            headers = {"accept": accept}
+            answer = self.http.post("/api/v1/retrieve_future", json={"request_id": request}, headers=headers)
+            if answer.status_code != 408:
+                return answer
+
+    def model(self, number: int = 0) -> str:
+        lora = {"rank": 2, "seed": 3, "train_attn": True, "train_mlp": True, "train_unembed": False}
+        asked = {"session_id": self.session, "model_seq_id": number, "base_model": "tiny", "lora_config": lora}
+        future = self.post("create_model", **asked).json()["request_id"]
+        return str(self.result(future).json()["model_id"])
+
+    def step(self, model: str, seq: int, **changes: Any) -> str:
+        params = {**OPTIM, **changes}
+        return str(self.post("optim_step", model_id=model, seq_id=seq, adam_params=params).json()["request_id"])
+
+    def batch(self, body: bytes, **headers: str) -> str:
+        answer = self.http.post("/api/v1/forward_backward", content=body, headers={**PROTO, **headers})
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["request_id"])
+
+
+def message(model: str, seq: int, *, loss: str = "cross_entropy", tokens: int = 4) -> bytes:
+    request = pb.ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn=loss)
+    datum = request.data.add()
+    datum.model_input.add().encoded_text.tokens = np.arange(1, tokens + 1, dtype="<i4").tobytes()
+    target = datum.loss_fn_inputs["target_tokens"]
+    target.dense, target.dtype = np.arange(2, tokens + 2, dtype="<i8").tobytes(), pb.DTYPE_INT64
+    target.shape.append(tokens)
+    return bytes(request.SerializeToString())
+
+
+@pytest.fixture
+def client(app: Running) -> Client:
+    return Client(app)
+
+
+def test_a_repeated_request_is_the_same_one_and_a_changed_one_is_told(client: Client) -> None:
+    model = client.model()
+    first = client.batch(message(model, 1))
+    again = client.batch(zstandard.compress(message(model, 1)), **{"content-encoding": "zstd"})
+    changed = client.batch(message(model, 1, tokens=5))
+    assert first == again != changed
+    step = client.step(model, 2)
+    assert client.step(model, 2) == step
+    answer = client.result(changed).json()
+    assert answer["category"] == "user"
+    assert "another content" in answer["error"]
+    assert client.result(step).json()["metrics"]["step"] == 1
+    # What was fetched can be fetched again, whole.
+    bodies = [client.result(first, "application/x-protobuf").content for _ in range(2)]
+    assert bodies[0] == bodies[1]
+    assert pb.ForwardBackwardOutput.FromString(bodies[0]).loss_fn_outputs[0].num_datums == 1
+
+
+def test_requests_run_in_the_order_of_their_numbers_however_they_arrive(client: Client) -> None:
+    model = client.model()
+    step = client.step(model, 4)
+    late = [client.batch(message(model, seq)) for seq in (3, 2)]
+    assert client.http.post("/api/v1/retrieve_future", json={"request_id": "x-none"}).status_code == 410
+    first = client.batch(message(model, 1, loss="no_such_loss"))
+    assert client.result(first).json()["category"] == "user"
+    for request in late:
+        assert "loss:sum" in client.result(request).json()["metrics"]
+    assert client.result(step).json()["metrics"]["step"] == 1
+
+
+def test_a_refused_body_takes_its_turn(client: Client) -> None:
+    model = client.model()
+    broken = pb.ForwardBackwardRequest.FromString(message(model, 1))
+    broken.data[0].loss_fn_inputs["target_tokens"].shape[0] = 9
+    refused = client.batch(broken.SerializeToString())
+    nameless = client.step(model, 2, learning_rate="fast")
+    good = client.batch(message(model, 3))
+    assert "target_tokens" in client.result(refused).json()["error"]
+    assert "lr" in client.result(nameless).json()["error"]
+    assert "metrics" in client.result(good).json()
+
+
+def test_older_clients_speak_json(client: Client) -> None:
+    model = client.model()
+    tensor = {"data": [2, 3], "dtype": "int64", "shape": [2]}
+    datum = {"model_input": {"chunks": [{"tokens": [1, 2]}]}, "loss_fn_inputs": {"target_tokens": tensor}}
+    content = {"data": [datum], "loss_fn": "cross_entropy"}
+    future = client.post("forward", forward_input=content, model_id=model, seq_id=1).json()["request_id"]
+    output = client.result(future).json()
+    assert output["metrics"]["loss:sum"] == pytest.approx(
+        -sum(output["loss_fn_outputs"][0]["logprobs"]["data"]), rel=1e-5
+    )
+    both = client.post("forward_backward", forward_backward_input=content, model_id=model, seq_id=2).json()
+    assert client.result(both["request_id"]).json()["metrics"].keys() == output["metrics"].keys()
+
+
+def test_an_unnamed_version_is_the_same_however_often_it_is_asked_for(client: Client) -> None:
+    model = client.model()
+    ids = [
+        client.post("save_weights_for_sampler", model_id=model, seq_id=1, sampling_session_seq_id=n).json()[
+            "request_id"
+        ]
+        for n in (0, 1)
+    ]
+    assert ids[0] == ids[1]
+    sampler = client.result(ids[0]).json()["sampling_session_id"]
+    prompt = {"chunks": [{"tokens": [1, 2], "type": "encoded_text"}]}
+    asked = {"sampling_session_id": sampler, "prompt": prompt, "num_samples": 2, "sampling_params": {"max_tokens": 2}}
+    answer = client.post("asample", seq_id=10**18, **asked).json()
+    assert len(answer["sample_sequence_ids"]) == 2
+    sample = client.result(answer["request_id"]).json()
+    assert [len(one["tokens"]) for one in sample["sequences"]] == [len(one["logprobs"]) for one in sample["sequences"]]
+
+
+def test_tenants_see_nothing_of_each_other(app: Running, client: Client) -> None:
+    model = client.model()
+    saved = client.post("save_weights", model_id=model, seq_id=1, path="mine").json()["request_id"]
+    path = client.result(saved).json()["path"]
+    other = Client(app, "tml-two")
+    assert other.post("get_info", model_id=model).status_code == 404
+    assert other.post("optim_step", model_id=model, seq_id=2, adam_params=OPTIM).status_code == 404
+    assert other.post("retrieve_future", request_id=saved).status_code == 404
+    assert other.post("weights_info", tinker_path=path).status_code == 404
+    assert other.http.get("/api/v1/training_runs").json()["training_runs"] == []
+    assert other.http.delete(f"/api/v1/training_runs/{model}/checkpoints/weights/mine").status_code == 404
+    load = other.post("load_weights", session_id=other.session, model_seq_id=0, path=path, optimizer=False).json()
+    assert "there is no" in other.result(load["request_id"]).json()["error"]
+    assert client.http.post(f"/api/v1/training_runs/{model}/checkpoints/weights/mine/publish").status_code == 200
+    load = other.post("load_weights", session_id=other.session, model_seq_id=1, path=path, optimizer=False).json()
+    assert other.result(load["request_id"]).json()["path"] == path
+
+
+def test_only_known_keys_are_let_in_where_keys_are_set(settings: HttpSettings) -> None:
+    with running(settings.model_copy(update={"api_keys": ("tml-known",)})) as app:
+        assert app.http("tml-other").post("/api/v1/create_session", json={}).status_code == 401
+        assert app.http("tml-known").post("/api/v1/create_session", json={}).status_code == 200
+
+
+async def test_a_silent_session_ends_with_all_that_is_its_own(client: Client, settings: HttpSettings) -> None:
+    model = client.model()
+    unnamed = client.post("save_weights_for_sampler", model_id=model, seq_id=1, sampling_session_seq_id=0).json()
+    client.result(unnamed["request_id"])
+    named = client.post("save_weights", model_id=model, seq_id=2, path="kept", ttl_seconds=50).json()
+    client.result(named["request_id"])
+    door = await Door.open(settings)
+    try:
+        now = time.time()
+        assert client.session not in await door.store.silent(now - 900, now - 60)
+        assert client.session in await door.store.silent(now + 900, now - 60)
+        await door.store.finish(client.session)
+        assert client.session in await door.store.silent(now - 900, now + 60)
+        await end_session(door, client.session)
+        assert client.post("session_heartbeat", session_id=client.session).status_code == 410
+        assert list(settings.folder("sampler_weights", model).iterdir()) == []
+        assert settings.folder("weights", f"{model}/kept").is_dir()
+        event, _ = await door.inbox.wait(f"{model}:unload", 30)
+        assert event.ok
+        assert client.result(client.step(model, 3)).json()["category"] == "user"
+        await sweep(door, now + 55)
+        assert not settings.folder("weights", f"{model}/kept").is_dir()
+    finally:
+        await door.close()
+
+
+async def test_a_refusal_outlives_the_replica_that_gave_it(settings: HttpSettings) -> None:
+    one, other = await Door.open(settings), await Door.open(settings)
+    try:
+        request = await one.refuse(UnknownModel("gone"))
+        event, _ = await other.outcome(request, 1)
+        assert json.dumps(event.error)
+        assert not event.ok
+    finally:
+        await one.close()
+        await other.close()
+
+
+def test_a_result_that_is_not_there_yet_is_to_be_asked_for_again(settings: HttpSettings) -> None:
+    with running(settings.model_copy(update={"poll_seconds": 0.2})) as app:
+        client = Client(app)
+        early = client.step(client.model(), 9)
+        answer = client.post("retrieve_future", request_id=early, allow_metadata_only=True)
+        assert (answer.status_code, answer.json()["type"]) == (408, "try_again")
+        target = {"sampling_session_id": f"{client.session}:sample:0", "cloned_sampler_id": 0}
+        none = client.post("retrieve_futures", target=target, prev_cursor=7, retrieved_request_ids=[], timeout=0.0)
+        assert none.json() == {"completions": [], "cursor": 7}
