@@ -11,12 +11,16 @@ export RAY_USAGE_STATS_ENABLED := 0
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-deep lint format bench clean
+.PHONY: demo test test-clients test-deep lint format bench clean
 demo: $(VENV)/ready
 	$(BIN)/tinsmith demo --model $(MODEL)
 
 test: lint
-	$(BIN)/python -m pytest tests -q
+	$(BIN)/python -m pytest tests -q --ignore tests/clients
+
+# Programs that others wrote for the Tinker API, unchanged, against a live service.
+test-clients: $(VENV)/clients
+	$(BIN)/python -m pytest tests/clients -q
 
 # Thousands of examples of the invariance properties; hours on two cores.
 test-deep: $(VENV)/ready
@@ -27,6 +31,10 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	@mkdir -p .typecheck/tinsmith && ln -sfn $(CURDIR)/actors $(CURDIR)/bus $(CURDIR)/api $(CURDIR)/ops .typecheck/tinsmith/
 	cd .typecheck && $(CURDIR)/$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p tinsmith
+
+$(VENV)/clients: ops/clients.lock $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --no-deps -r ops/clients.lock
+	touch $@
 
 format: $(VENV)/ready
 	$(BIN)/ruff check --fix .

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from importlib import import_module
+from typing import Any
 
 from rich.console import Console
 
@@ -43,7 +45,10 @@ def main(names: list[str]) -> int:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     chosen = [name for name in BENCHMARKS if name in names or not names]
-    rows = asyncio.run(_run(chosen))
+    try:
+        rows = asyncio.run(_until_signal(_run(chosen)))
+    except asyncio.CancelledError:
+        return 130
     print_report(rows, Console())
     return 0
 
@@ -55,6 +60,14 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
+
+
+async def _until_signal(running: Coroutine[Any, Any, list[Row]]) -> list[Row]:
+    """Await the run; SIGINT and SIGTERM cancel it, so that it stops its service before it ends."""
+    task = asyncio.create_task(running)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    return await task
 
 
 async def _run(names: list[str]) -> list[Row]:
