@@ -197,7 +197,9 @@ class TrainerRank:
     def _keep_house(self, step: Step) -> Reply:
         engine = self._held()
         if step.work == "snapshot":
-            position = self._positions[step.model]
+            position = self._positions.get(step.model)
+            if position is None:
+                raise UnknownModel("there is nothing to snapshot", model=step.model)
             engine.snapshot(step.model, step.path, {"seq": position.applied})
             return Reply(result={"seq": position.applied})
         if step.work == "restore":

@@ -169,7 +169,10 @@ class TrainingLane:
         if command.kind in MUTATING:
             queue.steps += command.kind is Kind.OPTIM_STEP
             queue.logged += len(taken.body)
-            if queue.steps >= self._options.snapshot_steps or queue.logged >= self._options.snapshot_bytes:
+            # What a checkpoint brought must not depend on that checkpoint any longer: it may be deleted or replaced.
+            loaded = command.kind is Kind.LOAD or command.args.get("checkpoint") is not None
+            due = queue.steps >= self._options.snapshot_steps or queue.logged >= self._options.snapshot_bytes
+            if loaded or due:
                 await self._send_snapshot(queue)
 
     async def _send_snapshot(self, queue: ModelQueue) -> None:

