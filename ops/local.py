@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from tinsmith.bus.errors import StartupError
+from tinsmith.bus.errors import BusUnreachable, StartupError
 
 STOP_SECONDS = 60.0
 """How long a service may take to end after SIGTERM."""
@@ -23,7 +23,8 @@ async def local_service(
 ) -> AsyncIterator[str]:
     """Serve `model` on a bus of its own in a temporary folder; gives the address for `connect`.
 
-    `say` hears what the service reports while it starts. Raises StartupError when it ends before it is ready.
+    `say` hears what the service reports while it starts. Raises StartupError when it ends before it is ready, and
+    BusUnreachable, in place of what runs inside, when it ends later.
     """
     with tempfile.TemporaryDirectory(prefix="tinsmith-demo-", ignore_cleanup_errors=True) as folder:
         command = [sys.executable, "-m", "tinsmith.api.cli", "serve", "--no-http"]
@@ -58,12 +59,32 @@ async def local_service(
                 )
             rest = asyncio.create_task(_read(process.stdout, said, say))
             say(ready)
-            yield folder
+            body = asyncio.current_task()
+            assert body is not None
+            watch = asyncio.create_task(_cancel_at_end(process, body))
+            try:
+                yield folder
+            except asyncio.CancelledError:
+                if process.returncode is None:
+                    raise
+                body.uncancel()
+                raise BusUnreachable(
+                    f"the service ended by itself with code {process.returncode}: {' | '.join(said)}",
+                    remedy="Run `tinsmith serve` by itself to see why.",
+                ) from None
+            finally:
+                watch.cancel()
         finally:
             await _stop(process)
             for task in (reports, rest):
                 if task is not None:
                     task.cancel()
+
+
+async def _cancel_at_end(process: asyncio.subprocess.Process, body: asyncio.Task[object]) -> None:
+    """Wake the program that uses the service when that ends: it may wait for a result that never comes."""
+    await process.wait()
+    body.cancel()
 
 
 async def _read(stream: asyncio.StreamReader, said: deque[str], say: Callable[[str], None]) -> None:

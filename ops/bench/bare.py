@@ -55,7 +55,7 @@ class Loop:
         grads = [cast(torch.Tensor, param.grad) for param in self.params]
         flat = torch.cat([*(grad.view(-1) for grad in grads), total.view(1)])
         dist.all_reduce(flat)
-        for grad, summed in zip(grads, flat.split([*(grad.numel() for grad in grads), 1]), strict=False):
+        for grad, summed in zip(grads, torch.split(flat, [*(grad.numel() for grad in grads), 1]), strict=False):
             grad.copy_(summed.view_as(grad))
         norm = torch.nn.utils.clip_grad_norm_(self.params, math.inf)
         self.optimizer.step()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hub import ALIASES, make_hub, make_tokenizer
 from serving import Service, processes_of, start_service
+from test_readme import curl_session
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -133,3 +134,11 @@ def test_the_rl_trainer_samples_from_the_weights_that_it_trains(door: Door, tmp_
     )
     assert steps[0]["optim/kl_sample_train_v1"] == pytest.approx(0.0, abs=1e-4)
     assert len(steps) >= 3
+
+
+def test_the_curl_session_of_the_readme_trains_and_samples(door: Door) -> None:
+    answers = [json.loads(line) for line in curl_session(door.url, "tiny")]
+    assert [answer["event"]["ok"] for answer in answers] == [True] * 5
+    assert answers[1]["event"]["metrics"]["num_tokens:sum"] == 3
+    assert answers[2]["event"]["metrics"]["grad_norm"] > 0
+    assert 1 <= len(answers[4]["arrays"]["tokens"][0]) <= 8

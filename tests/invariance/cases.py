@@ -92,10 +92,15 @@ class Case:
     rounds: tuple[tuple[tuple[int, Bearing], ...], ...]
     """[rounds][datums] of (tokens, which bear loss)."""
     seed: int
+    weighted: bool = True
+    """Whether cross_entropy gets weights; without them every token bears loss."""
 
     def batch(self, judge: Judge, number: int) -> list[Datum]:
         rng = np.random.default_rng([self.seed, number])
-        return [make_datum(judge, rng, self.loss, n, bearing, self.k) for n, bearing in self.rounds[number]]
+        data = [make_datum(judge, rng, self.loss, n, bearing, self.k) for n, bearing in self.rounds[number]]
+        if self.weighted:
+            return data
+        return [Datum(d.tokens, {name: v for name, v in d.inputs.items() if name != "weights"}) for d in data]
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,7 @@ def cases(draw: st.DrawFn) -> Case:
     loss = draw(st.sampled_from(LOSSES))
     k = draw(st.sampled_from([None, None, 1, 3])) if loss == "cross_entropy" else None
     spec = draw(st.sampled_from(list(SPECS)))
-    return Case(spec, loss, k, tuple(draw(st.lists(rounds, min_size=1, max_size=2))), draw(seeds))
+    return Case(spec, loss, k, tuple(draw(st.lists(rounds, min_size=1, max_size=2))), draw(seeds), draw(st.booleans()))
 
 
 def neighbour(what: str, own: Sequence[Datum], case: Case, number: int) -> list[Call]:
