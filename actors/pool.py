@@ -7,6 +7,7 @@ namespace, so that the next coordinator finds them.
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,10 +40,15 @@ class Group:
     def send(self, step: Step, body: Body = b"") -> list[Any]:
         """Queue the step on every rank; returns one reference a rank. A large body is put once for all."""
         shared: Any = ray.put(body) if len(body) > 65536 else body
-        return [rank.execute.remote(step, shared) for rank in self.ranks]
+        # Packed once for all ranks, and by plain pickle: Ray's own way costs ten times as much for each rank.
+        packed = pickle.dumps(step, pickle.HIGHEST_PROTOCOL)
+        return [rank.execute.remote(packed, shared) for rank in self.ranks]
 
     async def gather(self, references: list[Any], deadline: float) -> list[Reply]:
         """Every rank's reply. Raises RanksLost when a rank died, failed or did not answer in `deadline` seconds."""
+        return [pickle.loads(reply) for reply in await self._wait(references, deadline)]
+
+    async def _wait(self, references: list[Any], deadline: float) -> list[Any]:
         try:
             return list(await asyncio.wait_for(asyncio.gather(*references), deadline))
         except TimeoutError:
@@ -56,7 +62,7 @@ class Group:
 
     async def _ask(self, method: str, *args: Any, deadline: float = 60.0) -> list[Any]:
         references = [getattr(rank, method).remote(*args) for rank in self.ranks]
-        return list(await self.gather(references, deadline))
+        return await self._wait(references, deadline)
 
 
 def _rank_name(options: ServiceOptions, rank: int) -> str:

@@ -88,6 +88,8 @@ async def start_service(options: ServiceOptions, progress: Callable[[str], None]
                 progress(phase)
                 seen = phase
     except BaseException as error:
+        # Whoever is interrupted here does not wait for it any more, and must not hear of its end either.
+        ready.add_done_callback(lambda done: done.cancelled() or done.exception())
         await stop_service(options)
         cause = getattr(error, "cause", None)
         if isinstance(cause, TinsmithError):

@@ -8,6 +8,7 @@ out of step, so it is let out, and the coordinator rebuilds the group.
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import socket
 import time
@@ -104,8 +105,12 @@ class TrainerRank:
         """Model -> (incarnation, epoch, applied seq) of every model held."""
         return {model: (at.incarnation, at.epoch, at.applied) for model, at in self._positions.items()}
 
-    def execute(self, step: Step, body: Body = b"") -> Reply:
-        """Do the step, or return what it returned before; see Position for what is refused."""
+    def execute(self, packed: bytes, body: Body = b"") -> bytes:
+        """Do the pickled Step, or return the pickled Reply of before; see Position for what is refused."""
+        step: Step = pickle.loads(packed)
+        return pickle.dumps(self._execute(step, body), pickle.HIGHEST_PROTOCOL)
+
+    def _execute(self, step: Step, body: Body) -> Reply:
         begun = time.perf_counter()
         try:
             reply = self._once(step, step.work, body) if isinstance(step.work, Kind) else self._keep_house(step)

@@ -4,8 +4,8 @@ from tinsmith.api.client import Client, Model, connect
 from tinsmith.api.pending import Pending
 from tinsmith.api.results import Checkpoint, ForwardResult, Result, SampledSequence, SampleResult, Version
 from tinsmith.bus.datum import Datum
-from tinsmith.bus.envelope import Event
-from tinsmith.bus.errors import TinsmithError
+from tinsmith.bus.envelope import Event, Kind
+from tinsmith.bus.errors import Gap, TinsmithError
 
 __all__ = [
     "Checkpoint",
@@ -13,6 +13,8 @@ __all__ = [
     "Datum",
     "Event",
     "ForwardResult",
+    "Gap",
+    "Kind",
     "Model",
     "Pending",
     "Result",

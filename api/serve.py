@@ -59,15 +59,17 @@ def serve(args: argparse.Namespace) -> int:
     """Run until a signal; returns the exit code. Raises StartupError and its kin before `ready`."""
     model = Path(args.model).expanduser().resolve()
     _check_early(model, args)
+    # Until the event loop has handlers of its own, an early SIGTERM must still run what takes the bus down.
+    signal.signal(signal.SIGTERM, _interrupt)
+    alias = args.alias or model.stem
+    model = _unpacked(model)
     state = Path(args.state if args.state is not None else default_state()).expanduser().resolve()
     state.mkdir(parents=True, exist_ok=True, mode=0o700)
     redis = args.redis or os.environ.get("REDIS_URL")
-    server = None if redis else EmbeddedServer()
     _say("starting the bus")
-    url = redis or EmbeddedServer.start(server, state)  # type: ignore[arg-type]
+    server = None if redis else EmbeddedServer()
     try:
-        alias = args.alias or model.stem
-        model = _unpacked(model)
+        url = redis or EmbeddedServer.start(server, state)  # type: ignore[arg-type]
         return asyncio.run(_serve(args, _options(args, model, alias, state, url), server))
     finally:
         (state / URL_FILE).unlink(missing_ok=True)
@@ -96,7 +98,7 @@ def _unpacked(model: Path) -> Path:
     """The model as a folder that loads fast; a .gguf is unpacked once, by a process that may import torch."""
     if model.suffix != ".gguf" and (model / "config.json").is_file():
         return model
-    _say(f"unpacking {model.name} (once; kept in {default_cache()})")
+    _say(f"reading {model.name} (a GGUF is unpacked once, into {default_cache()})")
     command = [sys.executable, "-m", "tinsmith.actors.engine.gguf", str(model), str(default_cache())]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     said = done.stdout.strip().rpartition("\n")[2]
@@ -188,6 +190,10 @@ async def _watch_server(server: EmbeddedServer) -> None:
         except StartupError as error:
             _say(f"the bus server died and can't be started again: {error}")
         await asyncio.sleep(WATCH_SECONDS)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _heed_signals(stop: asyncio.Event) -> None:

@@ -28,7 +28,7 @@ def own_processes(state: str) -> dict[str, psutil.Process]:
             name = _ACTORS[actor[1]]
             count = sum(other.startswith(name) for other in found)
             found[f"{name} {count}" if name == "rank" or count else name] = process
-        elif state in " ".join(words) and "--unixsocket" in words:
+        elif state in " ".join(words) and re.search(r"(valkey|redis)-server", words[0]):
             found["bus server"] = process
     return found
 
