@@ -89,8 +89,9 @@ def start_service(
         readable, _, _ = select.select([process.stdout], [], [], max(left, 0))
         line = process.stdout.readline() if readable else ""
         if not line:
-            process.kill()
-            process.wait()
+            # Asked, not killed: it takes its bus server and its actors down.
+            process.terminate()
+            process.wait(60)
             raise AssertionError(f"no ready line within {timeout:g} s; its log:\n{log.read_text()[-4000:]}")
     return Service(process, state, log, line.strip(), time.monotonic() - begun)
 

@@ -1,6 +1,6 @@
 """Groups of ranks for the session, tiny models on disk, and how long hypothesis looks.
 
-TINSMITH_DEEP=1 (`make test-deep`) looks at thousands of examples, otherwise at a few dozen.
+TINSMITH_DEEP=1 (`make test-deep`) looks at thousands of examples, otherwise at a dozen.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from invariance.groups import RankGroup
 _SLOW = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 # Shrinking takes minutes: the fast profile prints the failing example as it was found.
 _QUICK = (Phase.explicit, Phase.generate)
-settings.register_profile("fast", max_examples=20, derandomize=True, phases=_QUICK, **_SLOW)
-settings.register_profile("deep", max_examples=2000, **_SLOW)
+settings.register_profile("fast", max_examples=12, derandomize=True, phases=_QUICK, **_SLOW)
+settings.register_profile("deep", max_examples=1200, **_SLOW)
 settings.load_profile("deep" if os.environ.get("TINSMITH_DEEP") else "fast")
 
 

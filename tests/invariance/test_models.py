@@ -13,8 +13,11 @@ ROUNDS = (
 )
 
 
-@pytest.mark.parametrize("spec", ["full", "attention", "head"])
-@pytest.mark.parametrize("kind", ["llama-tied", "qwen3", "qwen3-tied", "gemma3", "gemma3-tied", "granite"])
+DENSE = [(kind, spec) for kind in ("llama-tied", "qwen3", "gemma3-tied") for spec in ("full", "head")]
+DENSE += [("qwen3-tied", "lora"), ("gemma3", "lora"), ("granite", "attention")]
+
+
+@pytest.mark.parametrize(("kind", "spec"), DENSE)
 def test_dense_models(group_of: Groups, base_of: Bases, kind: str, spec: str) -> None:
     hold(group_of, base_of, Case(spec, "ppo", None, ROUNDS, 21), {1: PLAIN, 2: CUT}, kind)
 

@@ -12,6 +12,7 @@ import torch
 from invariance.groups import RankGroup, create, forward
 
 from tinsmith.actors.engine.gguf import unpacked
+from tinsmith.api.address import default_cache
 from tinsmith.bus.datum import Datum
 from tinsmith.ops.models import find_smollm2
 
@@ -21,7 +22,7 @@ TEXTS = ("The capital of France is Paris.", "2 + 2 =", "def add(a, b):\n    retu
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
     """The unpacked model; unpacking takes tens of seconds and is kept where the command line keeps it."""
-    return unpacked(find_smollm2(), Path.home() / ".cache" / "tinsmith")
+    return unpacked(find_smollm2(), default_cache())
 
 
 @pytest.fixture(scope="module")
