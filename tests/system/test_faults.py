@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from batches import supervised
 from serving import Service, processes_of, start_service
 
 from tinsmith.api import Client, Model, connect
+from tinsmith.bus.embedded import socket_path
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -110,11 +112,5 @@ async def test_a_killed_bus_server_comes_back_with_every_accepted_command(client
 
 def _server_pid(state: Path) -> int:
     """The process of the embedded server on `state`."""
-    for entry in Path("/proc").iterdir():
-        if (
-            entry.name.isdigit()
-            and str(state) in (words := (entry / "cmdline").read_text())
-            and "--unixsocket" in words
-        ):
-            return int(entry.name)
-    raise AssertionError("no embedded server runs")
+    with redis.Redis(unix_socket_path=str(socket_path(state.resolve()))) as server:
+        return int(server.info("server")["process_id"])
