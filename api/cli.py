@@ -36,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--model", choices=["smollm2", "tiny"], default="smollm2")
     demo.add_argument("--steps", type=int, default=None, help="RL steps (default: what the model needs)")
     demo.add_argument("--out", type=Path, default=Path("demo.png"), help="the picture of the curves (default demo.png)")
+    demo.add_argument("--url", default=None, help="a running service that holds the model under that name")
     demo.set_defaults(run=_demo)
 
     status = commands.add_parser("status", help="what the service is doing")

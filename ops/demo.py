@@ -34,7 +34,7 @@ def main(args: argparse.Namespace) -> int:
     # Set before transformers is imported: nothing here may wait for a hub.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    running = run_demo(args.model, args.out, steps=args.steps, url=getattr(args, "url", None))
+    running = run_demo(args.model, args.out, steps=args.steps, url=args.url)
     try:
         return asyncio.run(_until_signal(running))
     except asyncio.CancelledError:
