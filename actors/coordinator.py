@@ -134,12 +134,10 @@ class Coordinator:
         )
         if not agree:
             training.group = await build_group(self._options)
-            positions = [{}]
         for model in models:
             self._phase = f"restoring {model}"
             if (await bus.meta(model)).get("state") == "live":
-                held = positions[0].get(model)
-                await training.adopt(model, held[2] if held is not None else None)
+                await training.adopt(model)
 
     async def _listen(self, bus: Bus, last: str) -> None:
         assert self._training is not None

@@ -79,7 +79,6 @@ class TrainingLane:
         self._room = asyncio.Semaphore(IN_FLIGHT)
         self._sent: asyncio.Queue[Sent] = asyncio.Queue()
         self._blame: dict[str, int] = {}
-        self._broken = asyncio.Event()
         self.counters = {"steps": 0, "rebuilds": 0, "given_up": 0, "snapshots": 0, "replayed": 0, "replay_differs": 0}
 
     def models(self) -> dict[str, dict[str, Any]]:
@@ -95,15 +94,9 @@ class TrainingLane:
             self._ready.append(model)
         self._rung.set()
 
-    async def adopt(self, model: str, applied: int | None) -> None:
-        """Take over a model that exists on the bus: it stands at `applied` on living ranks, or (None) is restored."""
-        epoch = await self._leases.own(model)
-        self._queues[model] = ModelQueue(model, epoch)
-        if applied is None:
-            await self._restore(self._queues[model])
-        else:
-            self._queues[model].sent = applied
-            self._queues[model].snapshot = snapshot_of(await self._bus.meta(model))
+    async def adopt(self, model: str) -> None:
+        """Take over a model that exists on the bus. Raises RanksLost when the ranks do not agree on where it stands."""
+        await self._queue(model)
         self.ring(model)
 
     async def run(self) -> None:
@@ -147,8 +140,21 @@ class TrainingLane:
 
     async def _queue(self, model: str) -> ModelQueue:
         if model not in self._queues:
-            self._queues[model] = ModelQueue(model, await self._leases.own(model))
+            queue = ModelQueue(model, await self._leases.own(model))
+            await self._find_place(queue)
+            self._queues[model] = queue
         return self._queues[model]
+
+    async def _find_place(self, queue: ModelQueue) -> None:
+        """Where a model stands that is owned anew: as the ranks say, or as it is restored when they do not hold it."""
+        held = [positions.get(queue.name) for positions in await self.group.positions()]
+        if any(at != held[0] for at in held):
+            raise RanksLost(f"the ranks disagree on where {queue.name} stands: {held}", remedy="The group is rebuilt.")
+        if held[0] is not None and held[0][0] == self._bus.incarnation:
+            queue.sent = held[0][2]
+            queue.snapshot = snapshot_of(await self._bus.meta(queue.name))
+        else:
+            await self._restore(queue)
 
     async def _refill(self, queue: ModelQueue) -> None:
         queue.taken.extend(await self._bus.next(queue.name, queue.epoch, TAKE, replay=queue.replay))
@@ -194,6 +200,9 @@ class TrainingLane:
                     self._blame[cid] = self._blame.get(cid, 0) + 1
                 raise
             self._room.release()
+            if self._queues.get(sent.queue.name) is not sent.queue:
+                # Unloaded, or another coordinator's: whoever closed the queue answers what was in it.
+                continue
             try:
                 if sent.taken is None:
                     await self._record_snapshot(sent, replies[0].error)
@@ -201,7 +210,8 @@ class TrainingLane:
                 kind = sent.taken.command.kind
                 outcome = gather_outcome(kind, replies, sent.step.plan, self._catalogue)
                 await self._complete(sent, sent.taken, outcome, max(reply.seconds for reply in replies))
-            except Fenced:
+            except Fenced as error:
+                log.warning("%s", error)
                 self._drop(sent.queue.name)
 
     async def _complete(self, sent: Sent, taken: Taken, outcome: Outcome, seconds: float) -> None:

@@ -141,6 +141,19 @@ async def test_an_unloaded_model_is_unknown_and_its_name_is_free(client: Client,
     assert (await fresh.info()).event.result["lora"]["rank"] == 2
 
 
+async def test_what_was_sent_behind_an_unload_is_refused_and_harms_nothing(client: Client, model: Model) -> None:
+    before = (await client.status() or {})["pid"]
+    calls = [model.forward_backward(supervised(1), "cross_entropy"), model.unload()]
+    late = [model.forward(supervised(1), "cross_entropy"), model.optim_step(lr=1e-3), model.info()]
+    assert [(await call).event.ok for call in calls] == [True, True]
+    for call in late:
+        with pytest.raises(errors.UnknownModel):
+            await call
+    other = await client.create_model("tiny", name=model.name, lora_rank=4)
+    assert (await other.info()).event.ok
+    assert (await client.status() or {})["pid"] == before
+
+
 async def test_calls_are_carried_out_in_the_order_of_the_calls(model: Model) -> None:
     calls = []
     for number in range(5):

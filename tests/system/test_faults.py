@@ -16,6 +16,7 @@ from serving import Service, processes_of, start_service
 
 from tinsmith.api import Client, Model, connect
 from tinsmith.bus.embedded import socket_path
+from tinsmith.bus.errors import LeaseHeld
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -88,6 +89,32 @@ async def test_a_killed_coordinator_loses_and_repeats_nothing(client: Client) ->
     os.kill(pid, signal.SIGKILL)
     assert [dict((await call).metrics) for call in work] == undisturbed
     assert (await model.info()).event.result["step"] == 8
+
+
+async def test_a_coordinator_that_slept_past_its_lease_goes_on_where_the_model_stands(client: Client) -> None:
+    model = await client.create_model("tiny", name="slept", lora_rank=4)
+    metrics = await train(model, 0, 2)
+    pid = (await told(client))["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    meta = await client._bus.meta("slept")
+    # The clock of the bus decides; its lease is the only thing that can be waited for.
+    epoch = await _own_when_free(client, "slept")
+    assert epoch > int(meta["epoch"])
+    await client._bus.release("slept", "another", epoch)
+    work = enqueue(model, 2, 4)
+    os.kill(pid, signal.SIGCONT)
+    metrics += [dict((await call).metrics) for call in work]
+    still = await client.create_model("tiny", name="awake", lora_rank=4)
+    assert metrics == await train(still, 0, 4)
+
+
+async def _own_when_free(client: Client, model: str) -> int:
+    """Take a model as another coordinator would, once its lease has run out."""
+    while True:
+        try:
+            return await client._bus.own(model, "another", 1000)
+        except LeaseHeld:
+            await asyncio.sleep(0.1)
 
 
 async def test_a_killed_sampler_is_replaced_and_its_requests_are_answered(client: Client) -> None:
