@@ -72,6 +72,9 @@ def serve(args: argparse.Namespace) -> int:
         url = redis or EmbeddedServer.start(server, state)  # type: ignore[arg-type]
         return asyncio.run(_serve(args, _options(args, model, alias, state, url), server))
     finally:
+        # A second signal must not cut short what takes the bus down.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         (state / URL_FILE).unlink(missing_ok=True)
         if server is not None:
             server.stop()
@@ -177,6 +180,9 @@ async def _serve(args: argparse.Namespace, options: ServiceOptions, server: Embe
             _say("stopping")
             await asyncio.gather(stop_service(options), *([stop_http()] if args.http else []))
     finally:
+        # The bus first: while Ray ends it takes the signals from us, and a second one would leave the server behind.
+        if server is not None:
+            await asyncio.to_thread(server.stop)
         await asyncio.to_thread(stop_ray)
     return 0
 
@@ -197,8 +203,15 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def _heed_signals(stop: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+
+    def heed(number: int, frame: object) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(stop.set)
+
+    # Not by the loop's own means: when it closes it gives the signals back, while there is still a bus to take down.
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        signal.signal(number, heed)
 
 
 def _say(text: str) -> None:

@@ -14,7 +14,16 @@ from typing import Any
 from tinsmith.bus.blobs import get_blob
 from tinsmith.bus.consumer import fields_of
 from tinsmith.bus.envelope import Command, Event, new_id
-from tinsmith.bus.errors import BusError, BusLost, BusUnreachable, DeadlineExceeded, ProtocolError, UnknownCommand
+from tinsmith.bus.errors import (
+    BusError,
+    BusLost,
+    BusUnreachable,
+    CommandConflict,
+    DeadlineExceeded,
+    ProtocolError,
+    TinsmithError,
+    UnknownCommand,
+)
 from tinsmith.bus.headers import unpack_event
 from tinsmith.bus.producer import Producer, Submitted, check_reader
 from tinsmith.bus.session import Session
@@ -83,11 +92,16 @@ class Inbox:
     async def submit(self, command: Command, body: bytes = b"", *, deadline: float | None = None) -> Submitted:
         """Submit a command whose result comes to this inbox; then `wait` for its id. Errors as Producer.submit."""
         await self.start()
-        future = self._expect(command.id)
+        self._expect(command.id)
         try:
             submitted = await self._producer.submit(command, body, reply_to=self.name, deadline=deadline)
-        except BusError as error:
-            if not isinstance(error, BusUnreachable) and not future.done():
+        except CommandConflict:
+            # The id is that of another command, for which somebody may wait with the same future: the bus knows of it.
+            self._accepted.add(command.id)
+            self._spawn(self._ask([command.id]))
+            raise
+        except TinsmithError as error:
+            if not isinstance(error, BusUnreachable):
                 self._waiting.pop(command.id, None)
             raise
         if command.id in self._waiting:  # Its result may have come before this answer.

@@ -53,12 +53,17 @@ class Service:
     seconds: float
     """From the start of the process to the ready line."""
 
-    def stop(self, number: int = signal.SIGTERM) -> float:
-        """Ask it to end; returns the seconds it took."""
+    def stop(self, number: int = signal.SIGTERM, *, insist: float | None = None) -> float:
+        """Ask it to end, once or every `insist` seconds until it has; returns the seconds it took."""
         begun = time.monotonic()
-        self.process.send_signal(number)
-        self.process.wait(30)
-        return time.monotonic() - begun
+        while True:
+            self.process.send_signal(number)
+            try:
+                self.process.wait(30 if insist is None else insist)
+                return time.monotonic() - begun
+            except subprocess.TimeoutExpired:
+                if time.monotonic() - begun > 30:
+                    raise
 
     def tail(self) -> str:
         return self.log.read_text()[-4000:]

@@ -10,7 +10,7 @@ import pytest
 
 from tinsmith.bus.connection import open_bus
 from tinsmith.bus.envelope import SAMPLE_LANE, Kind
-from tinsmith.bus.errors import BusUnreachable, DeadlineExceeded, UnknownCommand
+from tinsmith.bus.errors import BusUnreachable, CommandConflict, DeadlineExceeded, UnknownCommand
 from tinsmith.bus.streams import Bus
 
 
@@ -182,3 +182,15 @@ async def test_a_command_accepted_while_its_state_is_asked_is_not_called_unknown
     await done(coordinator, h, epoch)
     assert (await waiting)[1] == b"x"
     await inbox.close()
+
+
+async def test_a_refused_change_leaves_the_result_of_the_first_to_be_had(bus: Bus, h: Any) -> None:
+    epoch = await h.create(bus)
+    async with bus.inbox(keep_seconds=60) as inbox:
+        one = h.command()
+        await inbox.submit(one, b"first")
+        await done(bus, h, epoch)
+        assert (await inbox.wait(one.id, 5))[1] == b"first"
+        with pytest.raises(CommandConflict):
+            await inbox.submit(one, b"changed")
+        assert (await inbox.wait(one.id, 5))[1] == b"first"
