@@ -128,7 +128,7 @@ class Coordinator:
     async def _adopt(self, bus: Bus, group: Group, training: TrainingLane) -> None:
         """Every model of the bus: as the ranks hold it when all agree on all models, else restored on fresh ranks."""
         models = [model for model in await bus.all_models() if model != SAMPLE_LANE]
-        positions = await group.positions()
+        positions = await group.positions(self._options.step_deadline)
         agree = all(position == positions[0] for position in positions) and all(
             at[0] == bus.incarnation for at in positions[0].values()
         )

@@ -19,7 +19,7 @@ from tinsmith.actors.options import ServiceOptions
 from tinsmith.actors.sampler import SamplerReplica
 from tinsmith.actors.step import Reply, Step
 from tinsmith.actors.trainer import Body, TrainerRank
-from tinsmith.bus.errors import NotAModel, RanksLost, StartupError, TinsmithError
+from tinsmith.bus.errors import RanksLost, StartupError, TinsmithError
 
 CPU_SHARE = 0.1
 """What each actor reserves: the ranks of one machine share its cores, so that no cluster is too small for a laptop."""
@@ -56,23 +56,23 @@ class Group:
         except ray.exceptions.RayError as error:
             raise RanksLost(f"a rank failed: {error}", remedy="The group is rebuilt.") from error
 
-    async def positions(self) -> list[dict[str, tuple[str, int, int]]]:
-        """What each rank says of its models. Raises RanksLost."""
-        return await self._ask("positions")
+    async def positions(self, deadline: float) -> list[dict[str, tuple[str, int, int]]]:
+        """What each rank says of its models, once it is done with the steps that it was sent. Raises RanksLost."""
+        return await self._ask("positions", deadline=deadline)
 
     async def _ask(self, method: str, *args: Any, deadline: float = 60.0) -> list[Any]:
         references = [getattr(rank, method).remote(*args) for rank in self.ranks]
         return await self._wait(references, deadline)
 
 
-def _rank_name(options: ServiceOptions, rank: int) -> str:
+def _rank_name(rank: int) -> str:
     return f"rank-{rank}"
 
 
 async def find_group(options: ServiceOptions) -> Group | None:
     """The group that an earlier coordinator left, if every rank of it answers."""
     try:
-        ranks = [ray.get_actor(_rank_name(options, rank), namespace=options.service) for rank in range(options.ranks)]
+        ranks = [ray.get_actor(_rank_name(rank), namespace=options.service) for rank in range(options.ranks)]
     except ValueError:
         return None
     group = Group(ranks)
@@ -92,7 +92,7 @@ async def build_group(options: ServiceOptions) -> Group:
     actor = ray.remote(TrainerRank)
     ranks = [
         actor.options(
-            name=_rank_name(options, rank),
+            name=_rank_name(rank),
             namespace=options.service,
             lifetime="detached",
             num_cpus=CPU_SHARE,
@@ -126,7 +126,7 @@ def _startup_cause(lost: RanksLost) -> TinsmithError:
     """The typed error inside a rank's failure to start; the failure itself when it is of another kind."""
     cause = lost.__cause__
     inner = getattr(cause, "cause", None)
-    if isinstance(inner, StartupError | NotAModel | TinsmithError):
+    if isinstance(inner, TinsmithError):
         return inner
     return lost
 
@@ -134,7 +134,7 @@ def _startup_cause(lost: RanksLost) -> TinsmithError:
 async def destroy_group(options: ServiceOptions) -> None:
     """Kill every rank of this service that exists, and wait until their names are free."""
     for rank in range(options.ranks):
-        await _kill(_rank_name(options, rank), options.service)
+        await _kill(_rank_name(rank), options.service)
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,6 @@ class SamplerReplica:
         except TinsmithError as error:
             return error.at(command=command).to_wire()
 
-    async def load_average(self) -> int:
-        """Requests not answered yet."""
-        return len(self._waiting) + len(self._arrived)
-
     def _load(self) -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         import torch

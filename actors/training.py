@@ -147,7 +147,8 @@ class TrainingLane:
 
     async def _find_place(self, queue: ModelQueue) -> None:
         """Where a model stands that is owned anew: as the ranks say, or as it is restored when they do not hold it."""
-        held = [positions.get(queue.name) for positions in await self.group.positions()]
+        deadline = self._options.step_deadline * (IN_FLIGHT + 1)
+        held = [positions.get(queue.name) for positions in await self.group.positions(deadline)]
         if any(at != held[0] for at in held):
             raise RanksLost(f"the ranks disagree on where {queue.name} stands: {held}", remedy="The group is rebuilt.")
         if held[0] is not None and held[0][0] == self._bus.incarnation:

@@ -69,7 +69,7 @@ def serve(args: argparse.Namespace) -> int:
     _say("starting the bus")
     server = None if redis else EmbeddedServer()
     try:
-        url = redis or EmbeddedServer.start(server, state)  # type: ignore[arg-type]
+        url = server.start(state) if server is not None else str(redis)
         return asyncio.run(_serve(args, _options(args, model, alias, state, url), server))
     finally:
         # A second signal must not cut short what takes the bus down.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,10 +123,15 @@ def _proto_tokens(datum: pb.Datum) -> Any:
 
 
 def _proto_inputs(datum: pb.Datum) -> dict[str, Any]:
+    return _inputs(datum.loss_fn_inputs, tensors.from_proto)
+
+
+def _inputs(encoded: Mapping[str, Any], read: Callable[[Any], Any]) -> dict[str, Any]:
+    """Each loss input as `read` decodes it; an InvalidDatum names the input."""
     inputs = {}
-    for name, tensor in datum.loss_fn_inputs.items():
+    for name, tensor in encoded.items():
         try:
-            inputs[name] = tensors.from_proto(tensor)
+            inputs[name] = read(tensor)
         except InvalidDatum as error:
             error.field = name
             raise
@@ -154,14 +159,7 @@ def _json_tokens(datum: Any) -> Any:
 
 
 def _json_inputs(datum: Any) -> dict[str, Any]:
-    inputs = {}
-    for name, tensor in (datum.get("loss_fn_inputs") or {}).items():
-        try:
-            inputs[name] = tensors.from_json(tensor)
-        except InvalidDatum as error:
-            error.field = name
-            raise
-    return inputs
+    return _inputs(datum.get("loss_fn_inputs") or {}, tensors.from_json)
 
 
 def _not_text(kind: Any) -> InvalidDatum:
