@@ -15,6 +15,9 @@ from typing import Any
 
 import ray
 
+from tinsmith.actors.control import ControlLane
+from tinsmith.actors.disk import DiskReport
+from tinsmith.actors.lane import Lane
 from tinsmith.actors.leases import Leases
 from tinsmith.actors.metrics import Catalogue
 from tinsmith.actors.options import ServiceOptions
@@ -22,7 +25,7 @@ from tinsmith.actors.pool import Group, build_group, build_samplers, destroy_gro
 from tinsmith.actors.sampling import SamplingLane
 from tinsmith.actors.training import TrainingLane
 from tinsmith.bus.connection import open_bus
-from tinsmith.bus.envelope import SAMPLE_LANE, new_id
+from tinsmith.bus.envelope import CONTROL_LANE, LANES, SAMPLE_LANE, new_id
 from tinsmith.bus.errors import TinsmithError
 from tinsmith.bus.status import put_status
 from tinsmith.bus.streams import Bus
@@ -47,8 +50,10 @@ class Coordinator:
         self._bus: Bus | None = None
         self._training: TrainingLane | None = None
         self._sampling: SamplingLane | None = None
+        self._lanes: dict[str, Lane] = {}
         self._leases: Leases | None = None
         self._catalogue: Catalogue | None = None
+        self._disk = DiskReport(options.state_dir)
         self._failure: str | None = None
         self._start = asyncio.get_event_loop().create_task(self._run())
         self._ready: asyncio.Future[None] = asyncio.get_event_loop().create_future()
@@ -114,20 +119,21 @@ class Coordinator:
         group, replicas = await asyncio.gather(self._group(), build_samplers(options, range(options.samplers)))
         self._training = TrainingLane(bus, group, self._catalogue, options, leases)
         self._sampling = SamplingLane(bus, replicas, options, leases)
+        self._lanes = {SAMPLE_LANE: self._sampling, CONTROL_LANE: ControlLane(bus, leases, self._sampling)}
         leases.on_lost = self._training.lose
         renew = asyncio.create_task(leases.renew_for_ever())
         self._phase = "restoring models"
         _, last = await bus.bell("$", 1)
         await self._adopt(bus, group, self._training)
-        self._sampling.ring()
-        return [_await(renew), self._listen(bus, last), self._training.run(), self._sampling.run(), self._report(bus)]
+        lanes = [lane.run() for lane in self._lanes.values()]
+        return [_await(renew), self._listen(bus, last), self._training.run(), *lanes, self._report(bus)]
 
     async def _group(self) -> Group:
         return await find_group(self._options) or await build_group(self._options)
 
     async def _adopt(self, bus: Bus, group: Group, training: TrainingLane) -> None:
         """Every model of the bus: as the ranks hold it when all agree on all models, else restored on fresh ranks."""
-        models = [model for model in await bus.all_models() if model != SAMPLE_LANE]
+        models = [model for model in await bus.all_models() if model not in LANES]
         positions = await group.positions(self._options.step_deadline)
         agree = all(position == positions[0] for position in positions) and all(
             at[0] == bus.incarnation for at in positions[0].values()
@@ -141,13 +147,12 @@ class Coordinator:
 
     async def _listen(self, bus: Bus, last: str) -> None:
         assert self._training is not None
-        assert self._sampling is not None
         while True:
             models, last = await bus.bell(last, BELL_MS)
             # The bell is a hint; when it is quiet, look whether one was missed.
             for model in models or await bus.models_with_backlog():
-                if model == SAMPLE_LANE:
-                    self._sampling.ring()
+                if model in self._lanes:
+                    self._lanes[model].ring()
                 else:
                     self._training.ring(model)
 
@@ -169,6 +174,7 @@ class Coordinator:
             "base": self._options.alias,
             "bus": self._options.bus,
             "state": self._options.state_dir,
+            "disk": self._disk.latest(),
             "trainer": {**self._training.group.facts, **self._training.counters},
             "sampler": self._sampling.status(),
             "models": self._training.models(),

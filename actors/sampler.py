@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,8 @@ from tinsmith.actors.options import ServiceOptions
 from tinsmith.bus.codec import decode, encode, pack_ragged
 from tinsmith.bus.commands import SampleArgs, parse_args
 from tinsmith.bus.envelope import Kind
-from tinsmith.bus.errors import CommandFailed, InvalidInput, TinsmithError, UnknownVersion
+from tinsmith.bus.errors import Cancelled, CommandFailed, InvalidInput, TinsmithError, UnknownVersion
+from tinsmith.bus.parts import Part
 
 if TYPE_CHECKING:
     from tinsmith.actors.engine.generate import Generator
@@ -29,14 +32,28 @@ Sampled = tuple[dict[str, Any], bytes]
 """(the event's result, the body: tokens and log-probs as the envelope's page describes them)."""
 
 
+@dataclass(eq=False)
+class _Call:
+    """One request and who waits for it."""
+
+    command: str
+    args: SampleArgs
+    content: dict[str, Any]
+    future: Future[Sampled]
+    tell: Callable[[Sequence[Part]], object] | None
+    """Where its parts go; None when it is not streamed."""
+    generator: Generator | None = None
+
+
 class SamplerReplica:
     """Holds the base model whole, and published versions as adapters over it."""
 
     def __init__(self, options: ServiceOptions) -> None:
         self._options = options
         self._wake = threading.Condition()
-        self._arrived: list[tuple[str, SampleArgs, Any, Future[Sampled]]] = []
-        self._waiting: dict[str, tuple[Generator, SampleArgs, Future[Sampled]]] = {}
+        self._arrived: list[_Call] = []
+        self._unwanted: list[str] = []
+        self._waiting: dict[str, _Call] = {}
         self._generators: dict[str, Generator] = {}
         self._thread: threading.Thread | None = None
 
@@ -50,17 +67,51 @@ class SamplerReplica:
     async def sample(self, command: str, args: dict[str, Any], body: bytes) -> Sampled | dict[str, Any]:
         """Sample as `args` (SampleArgs) says after the prompt in `body`; a refusal is TinsmithError.to_wire."""
         try:
-            checked = parse_args(Kind.SAMPLE, args)
-            content = decode(body) if body else {}
-            if not isinstance(content, dict) or "prompt" not in content:
-                raise InvalidInput("the body has no prompt", remedy="Send {'prompt': int32 array}.", field="prompt")
-            future: Future[Sampled] = Future()
-            with self._wake:
-                self._arrived.append((command, checked, content, future))
-                self._wake.notify()
-            return await asyncio.wrap_future(future)
+            return await asyncio.wrap_future(self._enter(command, args, body, None))
         except TinsmithError as error:
             return error.at(command=command).to_wire()
+
+    async def stream(
+        self, command: str, args: dict[str, Any], body: bytes
+    ) -> AsyncIterator[list[Part] | Sampled | dict[str, Any]]:
+        """As `sample`, which comes last; before it parts, gathered while the last ones were on their way."""
+        loop, fresh = asyncio.get_running_loop(), asyncio.Queue[Sequence[Part] | None]()
+        try:
+            future = asyncio.wrap_future(
+                self._enter(command, args, body, lambda parts: loop.call_soon_threadsafe(fresh.put_nowait, parts))
+            )
+            future.add_done_callback(lambda _: fresh.put_nowait(None))
+            ended = False
+            while not ended:
+                told = [await fresh.get()]
+                while not fresh.empty():
+                    told.append(fresh.get_nowait())
+                ended = told[-1] is None
+                yield [part for parts in told if parts is not None for part in parts]
+            yield await future
+        except TinsmithError as error:
+            yield error.at(command=command).to_wire()
+
+    async def cancel(self, command: str) -> None:
+        """Stop a request, if it is here, and free its rows; its waiter gets Cancelled."""
+        with self._wake:
+            self._unwanted.append(command)
+            self._wake.notify()
+
+    def _enter(
+        self, command: str, args: dict[str, Any], body: bytes, tell: Callable[[Sequence[Part]], object] | None
+    ) -> Future[Sampled]:
+        checked = parse_args(Kind.SAMPLE, args)
+        content = decode(body) if body else {}
+        if not isinstance(content, dict) or "prompt" not in content:
+            raise InvalidInput("the body has no prompt", remedy="Send {'prompt': int32 array}.", field="prompt")
+        future: Future[Sampled] = Future()
+        # Whoever waits may be cancelled; the engine thread must be able to answer all the same.
+        future.set_running_or_notify_cancel()
+        with self._wake:
+            self._arrived.append(_Call(command, checked, content, future, tell))
+            self._wake.notify()
+        return future
 
     def _load(self) -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -88,26 +139,38 @@ class SamplerReplica:
         """The engine thread: admit what arrived, advance every generator by one token, answer what is finished."""
         while True:
             with self._wake:
-                while not self._arrived and not any(g.busy for g in self._generators.values()):
+                while not (self._arrived or self._unwanted or any(g.busy for g in self._generators.values())):
                     self._wake.wait()
                 arrived, self._arrived = self._arrived, []
-            for command, args, content, future in arrived:
-                self._admit(command, args, content, future)
+                unwanted, self._unwanted = self._unwanted, []
+            for call in arrived:
+                self._admit(call)
+            for command in unwanted:
+                self._drop(command)
             for generator in list(self._generators.values()):
                 if generator.busy:
                     self._advance(generator)
 
-    def _admit(self, command: str, args: SampleArgs, content: Any, future: Future[Sampled]) -> None:
+    def _admit(self, call: _Call) -> None:
         from tinsmith.actors.engine.sample_request import SampleRequest
 
+        content = call.content
         try:
-            generator, version = self._serving(args.version)
-            generator.submit(SampleRequest(command, content["prompt"], args, version, content.get("targets")))
-            self._waiting[command] = (generator, args, future)
+            call.generator, version = self._serving(call.args.version)
+            call.generator.submit(
+                SampleRequest(call.command, content["prompt"], call.args, version, content.get("targets"))
+            )
+            self._waiting[call.command] = call
         except TinsmithError as error:
-            future.set_exception(error)
+            call.future.set_exception(error)
         except Exception as error:
-            future.set_exception(CommandFailed(f"{type(error).__name__}: {error}", remedy="See the sampler's log."))
+            call.future.set_exception(_failure(error))
+
+    def _drop(self, command: str) -> None:
+        call = self._waiting.pop(command, None)
+        if call is not None and call.generator is not None:
+            call.generator.cancel(command)
+            call.future.set_exception(Cancelled("it was stopped on request"))
 
     def _serving(self, version: str) -> tuple[Generator, str]:
         """Who generates for a version: the base with its adapters, or the version's own whole model."""
@@ -135,19 +198,23 @@ class SamplerReplica:
             finished = generator.step()
         except Exception as error:
             # The batch as a whole is broken: every request in it fails, the replica goes on with an empty one.
-            failure = CommandFailed(f"{type(error).__name__}: {error}", remedy="See the sampler's log.")
-            for command, (of, _, future) in list(self._waiting.items()):
-                if of is generator:
-                    generator.cancel(command)
-                    del self._waiting[command]
-                    future.set_exception(failure)
+            failure = _failure(error)
+            for call in [call for call in self._waiting.values() if call.generator is generator]:
+                generator.cancel(call.command)
+                del self._waiting[call.command]
+                call.future.set_exception(failure)
             return
         for done in finished:
-            _, args, future = self._waiting.pop(done.id)
+            call = self._waiting.pop(done.id)
             if isinstance(done, Finished):
-                future.set_result(self._answer(args, done))
+                if call.tell is not None:
+                    call.tell(done.parts)
+                call.future.set_result(self._answer(call.args, done))
             else:
-                future.set_exception(done.error)
+                call.future.set_exception(done.error)
+        for call in self._waiting.values():
+            if call.tell is not None and call.generator is generator and (parts := generator.parts(call.command)):
+                call.tell(parts)
 
     def _answer(self, args: SampleArgs, done: Finished) -> Sampled:
         from tinsmith.actors.engine.alternatives import EMPTY, last_only
@@ -168,6 +235,8 @@ class SamplerReplica:
             body["prompt_topk_logprobs"] = last_only(done.extras.topk[1], args.prompt_last_n, EMPTY)
         if done.extras is not None and done.extras.target_logprobs is not None:
             body["target_logprobs"] = done.extras.target_logprobs
+        if done.extras is not None and done.extras.draws is not None:
+            body["prompt_draws_tokens"], body["prompt_draws_logprobs"] = done.extras.draws
         result = {
             "version": args.version,
             "stop_reasons": [sequence.stop_reason for sequence in done.sequences],
@@ -175,3 +244,7 @@ class SamplerReplica:
             "sampled_tokens": sum(len(sequence.tokens) for sequence in done.sequences),
         }
         return result, encode(body)
+
+
+def _failure(error: Exception) -> CommandFailed:
+    return CommandFailed(f"{type(error).__name__}: {error}", remedy="See the sampler's log.")

@@ -1,4 +1,4 @@
-"""The sampling lane: takes sampling commands without order, gives each to the least busy replica, completes it.
+"""The sampling lane: gives each sampling command to the least busy replica, and sends parts of it on as they come.
 
 Sampling changes nothing, so a replica that dies costs only time: what it had is given to a fresh one.
 """
@@ -6,92 +6,80 @@ Sampling changes nothing, so a replica that dies costs only time: what it had is
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
-import time
 from typing import Any
 
 import ray
 
 from tinsmith.actors.gather import Outcome
+from tinsmith.actors.lane import Lane
 from tinsmith.actors.leases import Leases
 from tinsmith.actors.options import ServiceOptions
 from tinsmith.actors.pool import Replica, build_samplers
-from tinsmith.actors.training import make_event
 from tinsmith.bus.consumer import Taken
-from tinsmith.bus.envelope import SAMPLE_LANE
-from tinsmith.bus.errors import CommandFailed, Fenced, TinsmithError
+from tinsmith.bus.envelope import SAMPLE_LANE, Kind
+from tinsmith.bus.errors import BusError, Cancelled, CommandFailed, InvalidInput, TinsmithError
+from tinsmith.bus.parts import Part
 from tinsmith.bus.streams import Bus
 
 log = logging.getLogger("tinsmith.sampling")
 
-TAKE = 64
-"""Commands fetched from the lane at once."""
+CANCEL_AGAIN_SECONDS = 0.2
+"""How often a replica is told again to stop a command: the first time it may not have had it yet."""
 
 
-class SamplingLane:
+class SamplingLane(Lane):
     """The sampler replicas and what they are busy with."""
 
     def __init__(self, bus: Bus, replicas: list[Replica], options: ServiceOptions, leases: Leases) -> None:
-        self._bus = bus
+        super().__init__(SAMPLE_LANE, bus, leases, options.max_pending_samples)
         self._replicas = replicas
         self._busy = [0] * len(replicas)
         self._options = options
-        self._leases = leases
-        self._rung = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._rebuilding = asyncio.Lock()
-        self._epoch = -1
-        self.counters = {"samples": 0, "sampled_tokens": 0, "replicas_lost": 0}
-
-    def ring(self) -> None:
-        """The lane may have commands."""
-        self._rung.set()
+        self._places: dict[str, Replica] = {}
+        self._cancels: dict[str, asyncio.Future[bool]] = {}
+        self.counters = {"samples": 0, "sampled_tokens": 0, "cancelled": 0, "replicas_lost": 0}
 
     def status(self) -> dict[str, Any]:
         """Process of each replica, requests with it, and what was done."""
         return {"pids": [replica.pid for replica in self._replicas], "busy": list(self._busy), **self.counters}
 
-    async def run(self) -> None:
-        """Take and answer for ever."""
-        self._epoch = await self._leases.own(SAMPLE_LANE)
-        while True:
-            # Before the look, not after it: what rings meanwhile must be looked for again.
-            self._rung.clear()
-            room = self._options.max_pending_samples - len(self._tasks)
-            taken = []
-            if room > 0:
-                taken = await self._bus.next(SAMPLE_LANE, self._epoch, min(TAKE, room))
-            for one in taken:
-                task = asyncio.create_task(self._answer(one))
-                self._tasks.add(task)
-                task.add_done_callback(self._ended)
-            if not taken:
-                await self._rung.wait()
+    async def cancel(self, command: str) -> bool:
+        """Stop a command of this lane and wait until it has ended; False when it ended by itself before."""
+        over = self._cancels.setdefault(command, asyncio.get_running_loop().create_future())
+        # Asked only now: a command that ends after the line above resolves `over`.
+        stands = await self._bus.stands(command)
+        if stands is None or stands[1] == "done":
+            self._cancels.pop(command, None)
+            return over.done() and over.result()
+        while not over.done():
+            if (replica := self._places.get(command)) is not None:
+                try:
+                    await replica.actor.cancel.remote(command)
+                except ray.exceptions.RayError as error:
+                    log.warning("a sampler could not be told to stop %s: %s", command, error)
+            await asyncio.wait([over], timeout=CANCEL_AGAIN_SECONDS)
+        return over.result()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self._rung.set()
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a sampling command was not completed", exc_info=error)
-
-    async def _answer(self, taken: Taken) -> None:
-        begun = time.time()
-        outcome = await self._sample(taken)
-        event = make_event(taken, outcome, begun, time.time() - begun)
-        try:
-            await self._bus.complete(SAMPLE_LANE, self._epoch, taken.entry_id, event, outcome.body, keep=False)
-        except Fenced:
-            log.warning("the sampling lane is another coordinator's now")
-
-    async def _sample(self, taken: Taken) -> Outcome:
+    async def carry_out(self, taken: Taken) -> Outcome:
+        """Have it sampled, by another replica when one dies over it."""
+        if taken.command.kind is not Kind.SAMPLE:
+            wrong = InvalidInput(f"{taken.command.kind.value} is no command of this lane", remedy="Send sample.")
+            return Outcome(error=wrong)
         if not self._replicas:
             return Outcome(error=CommandFailed("this service has no samplers", remedy="Serve with --samplers 1."))
+        sent: dict[int, int] = {}
         for _ in range(self._options.max_attempts):
+            if taken.command.id in self._cancels:
+                return Outcome(error=cancelled())
             number = min(range(len(self._busy)), key=self._busy.__getitem__)
             replica = self._replicas[number]
             self._busy[number] += 1
+            self._places[taken.command.id] = replica
             try:
-                reply = await replica.actor.sample.remote(taken.command.id, taken.command.args, taken.body)
+                reply = await self._ask(replica, taken, sent)
             except ray.exceptions.RayActorError:
                 await self._replace(number, replica)
                 continue
@@ -99,6 +87,7 @@ class SamplingLane:
                 return Outcome(error=CommandFailed(f"the sampler failed: {error}", remedy="See the sampler's log."))
             finally:
                 self._busy[number] -= 1
+                self._places.pop(taken.command.id, None)
             if isinstance(reply, dict):
                 return Outcome(error=TinsmithError.from_wire(reply))
             result, body = reply
@@ -107,9 +96,57 @@ class SamplingLane:
             return Outcome(result=result, body=body)
         return Outcome(error=CommandFailed("its sampler died each time", remedy="See the samplers' log."))
 
+    def completed(self, taken: Taken, outcome: Outcome) -> None:
+        """Tell whoever wanted it stopped."""
+        stopped = isinstance(outcome.error, Cancelled)
+        self.counters["cancelled"] += stopped
+        if (over := self._cancels.pop(taken.command.id, None)) is not None:
+            over.set_result(stopped)
+
+    async def _ask(self, replica: Replica, taken: Taken, sent: dict[int, int]) -> Any:
+        """The replica's reply; parts go to the submitter on the way. sent: tokens by sample that went already."""
+        id, args = taken.command.id, taken.command.args
+        if not args.get("stream") or taken.reply_to is None:
+            return await replica.actor.sample.remote(id, args, taken.body)
+        if args.get("seed") is None:
+            # What was sent can't be taken back: should this begin again elsewhere, it must give the same tokens.
+            args = {**args, "seed": seed_of(id)}
+        reply = None
+        async for reference in replica.actor.stream.options(num_returns="streaming").remote(id, args, taken.body):
+            reply = await reference
+            if isinstance(reply, list):
+                await self._send(taken.reply_to, id, unsent(reply, sent))
+        return reply
+
+    async def _send(self, reader: str, id: str, parts: list[Part]) -> None:
+        try:
+            if parts:
+                await self._bus.put_parts(reader, id, parts)
+        except BusError as error:
+            # The result comes whole all the same.
+            log.warning("parts of %s were not sent: %s", id, error)
+
     async def _replace(self, number: int, dead: Replica) -> None:
         """A fresh replica in the dead one's place; the first of its callers makes it, the others wait."""
         async with self._rebuilding:
             if self._replicas[number] is dead:
                 self.counters["replicas_lost"] += 1
                 self._replicas[number] = (await build_samplers(self._options, [number]))[0]
+
+
+def seed_of(command: str) -> int:
+    """A seed in [0, 2**63) that is always the same for a command. Pure."""
+    return int.from_bytes(hashlib.blake2b(command.encode(), digest_size=8).digest()) >> 1
+
+
+def unsent(parts: list[Part], sent: dict[int, int]) -> list[Part]:
+    """The parts beyond what was sent of each sample, which is noted in `sent`."""
+    fresh = [part for part in parts if part.at >= sent.get(part.index, 0)]
+    for part in fresh:
+        sent[part.index] = part.at + len(part.tokens)
+    return fresh
+
+
+def cancelled() -> Cancelled:
+    """The error of a command that was stopped."""
+    return Cancelled("it was stopped on request", remedy="Submit it again with a new id if it is wanted after all.")

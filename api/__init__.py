@@ -6,6 +6,7 @@ from tinsmith.api.results import Checkpoint, ForwardResult, Result, SampledSeque
 from tinsmith.bus.datum import Datum
 from tinsmith.bus.envelope import Event, Kind
 from tinsmith.bus.errors import Gap, TinsmithError
+from tinsmith.bus.parts import Part
 
 __all__ = [
     "Checkpoint",
@@ -16,6 +17,7 @@ __all__ = [
     "Gap",
     "Kind",
     "Model",
+    "Part",
     "Pending",
     "Result",
     "SampleResult",

@@ -16,7 +16,6 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,22 +35,21 @@ from tinsmith.api.results import (
     read_sample,
     read_version,
 )
+from tinsmith.api.sender import Sender
 from tinsmith.bus.codec import encode
 from tinsmith.bus.commands import parse_args
 from tinsmith.bus.connection import open_bus
 from tinsmith.bus.datum import Datum, pack_datums
-from tinsmith.bus.envelope import SAMPLE_LANE, Command, Event, Kind, new_id
-from tinsmith.bus.errors import BusUnreachable, Busy, Gap, TinsmithError
+from tinsmith.bus.envelope import CONTROL_LANE, SAMPLE_LANE, Command, Event, Kind, new_id
+from tinsmith.bus.errors import Gap, TinsmithError
 from tinsmith.bus.events import Streamed
 from tinsmith.bus.inbox import Inbox
+from tinsmith.bus.parts import Part
 from tinsmith.bus.status import get_status
 from tinsmith.bus.streams import Bus
 
 T = TypeVar("T")
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
-
-RETRY_SECONDS = (0.02, 1.0)
-"""First and longest pause before a refused or lost submit is sent again."""
 
 
 class Client:
@@ -61,7 +59,7 @@ class Client:
         self._bus = bus
         self._inbox = inbox
         self._submit_timeout = submit_timeout
-        self._senders: dict[str, _Sender] = {}
+        self._senders: dict[str, Sender] = {}
 
     def create_model(
         self,
@@ -113,14 +111,53 @@ class Client:
             "top_p": top_p,
             "seed": seed,
             "prompt_logprobs": prompt_logprobs,
+            **_stop_args(stop),
         }
-        if stop is not None:
-            strings = [item for item in stop if isinstance(item, str)]
-            args["stop_strings"] = strings
-            if len(strings) < len(stop) or not stop:
-                args["stop_tokens"] = [item for item in stop if not isinstance(item, str)]
         body = encode({"prompt": np.asarray(prompt, dtype=np.int32)})
         return self._send(SAMPLE_LANE, Kind.SAMPLE, args, read_sample, body)
+
+    async def stream(
+        self,
+        prompt: Tokens,
+        *,
+        version: Version | str = "base",
+        n: int = 1,
+        max_tokens: int = 128,
+        stop: Sequence[str] | Sequence[int] | None = None,
+        **params: Any,
+    ) -> AsyncIterator[Part]:
+        """As `sample` (params: temperature, top_k, top_p, seed), yielding tokens as they are sampled; `index` of a part
+        tells its sample. Leaving the loop early stops the sampling. Raises what ended it, Cancelled included."""
+        args = {
+            "version": version.name if isinstance(version, Version) else version,
+            "n": n,
+            "max_tokens": max_tokens,
+            "stream": True,
+            **_stop_args(stop),
+            **params,
+        }
+        parse_args(Kind.SAMPLE, args)
+        command = Command(id=new_id(), model=SAMPLE_LANE, kind=Kind.SAMPLE, seq=-1, args=args)
+        event: Event | None = None
+        try:
+            async for item in self._inbox.stream(command, encode({"prompt": np.asarray(prompt, dtype=np.int32)})):
+                if isinstance(item, list):
+                    for part in item:
+                        yield part
+                else:
+                    event = item[0]
+        except GeneratorExit:
+            if event is None:
+                self._send(CONTROL_LANE, Kind.CANCEL, {"command": command.id}, read_plain)
+        if event is not None and event.error is not None:
+            raise TinsmithError.from_wire(event.error)
+
+    async def cancel(self, pending: Pending[SampleResult] | str) -> bool:
+        """Stop sampling that is wanted no more (a call, or its command's id) and free its place; it then fails with
+        Cancelled. False when it had ended by itself. Raises InvalidInput for a command of a model."""
+        command = pending if isinstance(pending, str) else pending.command.id
+        done = await self._send(CONTROL_LANE, Kind.CANCEL, {"command": command}, read_plain)
+        return bool(done.event.result["cancelled"])
 
     def events(
         self, models: Sequence[str] | None = None, *, since: str | Mapping[str, str] = "$"
@@ -166,7 +203,7 @@ class Client:
         )
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         if model not in self._senders:
-            self._senders[model] = _Sender(self._bus, self._inbox, self._submit_timeout)
+            self._senders[model] = Sender(self._bus, self._inbox, self._submit_timeout)
         try:
             parse_args(kind, command.args)
         except TinsmithError as error:
@@ -230,68 +267,12 @@ class Model:
         return self._client._send(self.name, kind, args, read_forward, body, lengths)
 
 
-class _Sender:
-    """Puts one model's commands on the bus, one after the other."""
-
-    def __init__(self, bus: Bus, inbox: Inbox, timeout: float) -> None:
-        self._bus = bus
-        self._inbox = inbox
-        self._timeout = timeout
-        self._queue: asyncio.Queue[tuple[Command, bytes, asyncio.Future[Reply]]] = asyncio.Queue()
-        self._waiters: set[asyncio.Task[Reply]] = set()
-        self._task = asyncio.create_task(self._run())
-
-    def enqueue(self, command: Command, body: bytes, reply: asyncio.Future[Reply]) -> None:
-        """Send after all that was enqueued before."""
-        self._queue.put_nowait((command, body, reply))
-
-    async def close(self) -> None:
-        """Let what is enqueued leave, then stop."""
-        await self._queue.join()
-        self._task.cancel()
-        for waiter in self._waiters:
-            waiter.cancel()
-        await asyncio.gather(self._task, *self._waiters, return_exceptions=True)
-
-    async def _run(self) -> None:
-        while True:
-            command, body, reply = await self._queue.get()
-            try:
-                await self._submit(command, body)
-                waiter = asyncio.create_task(self._inbox.wait(command.id))
-                waiter.add_done_callback(partial(_pass_on, reply))
-                self._waiters.add(waiter)
-                waiter.add_done_callback(self._waiters.discard)
-            except TinsmithError as error:
-                if not reply.done():
-                    reply.set_exception(error.at(model=command.model, command=command.id))
-            finally:
-                self._queue.task_done()
-
-    async def _submit(self, command: Command, body: bytes) -> None:
-        """Submit until the bus has it. Raises the last Busy or BusUnreachable after the timeout, or what forbids it."""
-        pause, longest = RETRY_SECONDS
-        deadline = asyncio.get_running_loop().time() + self._timeout
-        while True:
-            try:
-                await self._inbox.submit(command, body)
-                return
-            except (Busy, BusUnreachable):
-                if asyncio.get_running_loop().time() + pause > deadline:
-                    raise
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, longest)
-
-
-def _pass_on(reply: asyncio.Future[Reply], delivered: asyncio.Task[Reply]) -> None:
-    if reply.done():
-        return
-    if delivered.cancelled():
-        reply.cancel()
-    elif (error := delivered.exception()) is not None:
-        reply.set_exception(error)
-    else:
-        reply.set_result(delivered.result())
+def _stop_args(stop: Sequence[str] | Sequence[int] | None) -> dict[str, Any]:
+    if stop is None:
+        return {}
+    strings = [item for item in stop if isinstance(item, str)]
+    tokens = [item for item in stop if not isinstance(item, str)]
+    return {"stop_strings": strings, **({"stop_tokens": tokens} if tokens or not stop else {})}
 
 
 @asynccontextmanager

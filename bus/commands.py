@@ -132,6 +132,16 @@ class SampleArgs(Args):
     """So many of the likeliest tokens beside each sampled one."""
     prompt_topk: int = Field(default=0, ge=0, le=256)
     """So many of the likeliest tokens at each position of the prompt."""
+    prompt_draws: int = Field(default=0, ge=0, le=256)
+    """So many tokens drawn, with replacement and at `temperature`, at each position of the prompt but the first."""
+    stream: bool = False
+    """Send parts to the submitter's inbox as they are sampled; the result is the same and comes whole at the end."""
+
+
+class CancelArgs(Args):
+    """Stop a sampling command and free its place; it fails with Cancelled. One that has ended stays as it ended."""
+
+    command: Name
 
 
 SCHEMAS: dict[Kind, type[Args]] = {
@@ -145,6 +155,7 @@ SCHEMAS: dict[Kind, type[Args]] = {
     Kind.UNLOAD: NoArgs,
     Kind.INFO: NoArgs,
     Kind.SAMPLE: SampleArgs,
+    Kind.CANCEL: CancelArgs,
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tinsmith.bus.blobs import INLINE_BYTES, get_blob, put_blob
 from tinsmith.bus.door import admit
-from tinsmith.bus.envelope import SAMPLE_LANE, Command, Event, Kind
+from tinsmith.bus.envelope import LANES, Command, Event, Kind
 from tinsmith.bus.errors import BusError, Fenced, LeaseHeld, ProtocolError, UnknownModel
 from tinsmith.bus.headers import pack_event, unpack_command
 from tinsmith.bus.producer import Producer
@@ -101,7 +101,7 @@ class Consumer:
             model,
             owner,
             lease_ms,
-            int(model == SAMPLE_LANE),
+            int(model in LANES),
         )
         if reply[0] == "HELD":
             raise LeaseHeld(
@@ -244,7 +244,7 @@ class Consumer:
     ) -> int:
         keys = self._session.keys
         blob = await put_blob(self._session, body, forced=True) if len(body) > INLINE_BYTES else ""
-        closes = event.kind is (Kind.UNLOAD if event.ok else Kind.CREATE_MODEL) and model != SAMPLE_LANE
+        closes = event.kind is (Kind.UNLOAD if event.ok else Kind.CREATE_MODEL) and model not in LANES
         reply = await self._fenced_script(
             "complete",
             model,
@@ -267,7 +267,7 @@ class Consumer:
             int(keep),
             self._ttl,
             self._event_cap,
-            int(model == SAMPLE_LANE),
+            int(model in LANES),
             int(dead),
             int(closes),
             keys.inbox(""),

@@ -15,6 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field
 VERSION = 1
 SAMPLE_LANE = "@sample"
 """The queue of sampling commands: not a model, without order, shared by all replicas."""
+CONTROL_LANE = "@control"
+"""The queue of commands about commands, such as cancel: without order, never behind the work that they are about."""
+LANES = frozenset({SAMPLE_LANE, CONTROL_LANE})
+"""Queues that are no models."""
 
 NAME_PATTERN = "[A-Za-z0-9@][A-Za-z0-9._:@-]{0,127}"
 Name = Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")]
@@ -34,6 +38,7 @@ class Kind(StrEnum):
     UNLOAD = "unload"
     INFO = "info"
     SAMPLE = "sample"
+    CANCEL = "cancel"
 
 
 MUTATING = frozenset({Kind.CREATE_MODEL, Kind.FORWARD_BACKWARD, Kind.OPTIM_STEP, Kind.LOAD, Kind.UNLOAD})

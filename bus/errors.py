@@ -139,6 +139,12 @@ class DamagedCheckpoint(TinsmithError):
     code = "damaged_checkpoint"
 
 
+class DiskFull(TinsmithError):
+    """The disk has no room for a checkpoint, version or snapshot; nothing was left of it, nothing else was changed."""
+
+    code = "disk_full"
+
+
 class NoGradients(InvalidInput):
     """optim_step without a forward_backward since the last step."""
 
@@ -249,6 +255,12 @@ class ProtocolError(BusError):
     """Bytes that are not a Tinsmith frame, or of a version this side does not speak."""
 
     code = "protocol"
+
+
+class Cancelled(TinsmithError):
+    """Somebody asked that this command be stopped."""
+
+    code = "cancelled"
 
 
 class DeadlineExceeded(TinsmithError):

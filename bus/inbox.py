@@ -8,7 +8,7 @@ what was not read yet, nothing else.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 from tinsmith.bus.blobs import get_blob
@@ -25,6 +25,7 @@ from tinsmith.bus.errors import (
     UnknownCommand,
 )
 from tinsmith.bus.headers import unpack_event
+from tinsmith.bus.parts import Part, unpack_parts
 from tinsmith.bus.producer import Producer, Submitted, check_reader
 from tinsmith.bus.session import Session
 from tinsmith.bus.wire import Wire
@@ -52,6 +53,7 @@ class Inbox:
         self._wire = session.new_wire()
         self._waiting: dict[str, asyncio.Future[Result]] = {}
         self._accepted: set[str] = set()
+        self._parts: dict[str, asyncio.Queue[list[Part]]] = {}
         self._received: list[str] = []
         self._read_entries: list[bytes] = []
         self._cleaner: asyncio.Task[None] | None = None
@@ -130,6 +132,23 @@ class Inbox:
         await self.submit(command, body)
         return await self._receive(command.id, future, deadline)
 
+    async def stream(self, command: Command, body: bytes = b"") -> AsyncIterator[list[Part] | Result]:
+        """Submit a command that asks to be streamed; yields parts as `Bus.put_parts` sent them, and at the end the
+        result. Errors as `call`; leaving early does not stop the command.
+        """
+        arrived = self._parts[command.id] = asyncio.Queue()
+        try:
+            call = asyncio.create_task(self.call(command, body))
+            call.add_done_callback(lambda ended: arrived.put_nowait([]))
+            while not call.done() or not arrived.empty():
+                parts = await arrived.get()
+                if parts:
+                    yield parts
+            yield await call
+        finally:
+            self._parts.pop(command.id, None)
+            call.cancel()
+
     async def _receive(self, command_id: str, future: asyncio.Future[Result], deadline: float | None) -> Result:
         try:
             async with asyncio.timeout(deadline):
@@ -190,7 +209,18 @@ class Inbox:
                 continue  # Waiters have deadlines of their own; the next connection asks for every one of them.
 
     def _deliver(self, fields: dict[str, bytes]) -> None:
-        command_id = fields["id"].decode()
+        command_id = fields.get("id", b"").decode(errors="replace")
+        try:
+            self._take(command_id, fields)
+        except (ProtocolError, KeyError, ValueError) as error:
+            # Anybody can write into this stream: one bad entry must not end the reading of all others.
+            self._reject(command_id, ProtocolError(f"an unreadable result: {error!r}", command=command_id))
+
+    def _take(self, command_id: str, fields: dict[str, bytes]) -> None:
+        if "parts" in fields:
+            if (arrived := self._parts.get(command_id)) is not None:
+                arrived.put_nowait(unpack_parts(fields["parts"]))
+            return
         if command_id not in self._waiting:
             return
         if "body" not in fields:

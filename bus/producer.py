@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinsmith.bus.blobs import INLINE_BYTES, delete_blob, put_blob
-from tinsmith.bus.envelope import SAMPLE_LANE, Command, Event
+from tinsmith.bus.envelope import LANES, Command, Event
 from tinsmith.bus.errors import (
     BusError,
     Busy,
@@ -80,7 +80,7 @@ class Producer:
                 len(body),
                 reply_to or "",
                 self._cap,
-                int(command.model == SAMPLE_LANE),
+                int(command.model in LANES),
                 keys.record_prefix,
                 deadline=deadline,
             )

@@ -4,7 +4,7 @@ Keys carry the hash tag of the bus: `{tinsmith}:` and then
 
     m:<model>:cmd    stream  commands   fields id, seq, header, reply_to, and body or (blob, size)
     m:<model>:evt    stream  events     fields id, n, seq, kind, at, header; entry id <birth ms>-<n>
-    in:<client>      stream  results    fields id, n, seq, header, size, and body up to 256 kB
+    in:<client>      stream  results    fields id, n, seq, header, size, and body up to 256 kB; or id and parts
     c:<command id>   hash    record     state (parked, queued, done), seq, n, event, rsize, rbody or rblob; kept an hour
     b:<blob id>      hash    blob       0, 1, 2 ...: chunks of 4 MiB
     m:<model>:meta   hash    state, born, seq, applied, snapshot, backlog, n, owner, epoch, lease
@@ -34,6 +34,7 @@ from tinsmith.bus.consumer import EVENT_CAP, RESULT_SECONDS, Consumer
 from tinsmith.bus.errors import Gap
 from tinsmith.bus.events import Streamed, read_events
 from tinsmith.bus.inbox import Inbox, Result, result_of
+from tinsmith.bus.parts import Part, pack_parts
 from tinsmith.bus.producer import BACKLOG_CAP, Producer, Submitted
 from tinsmith.bus.session import Session
 
@@ -111,6 +112,20 @@ class Bus(Producer, Consumer):
     ) -> AsyncIterator[Streamed | Gap]:
         """Events live or replayed; see `read_events`."""
         return read_events(self._session, models, since)
+
+    async def put_parts(self, reader: str, command_id: str, parts: Sequence[Part]) -> None:
+        """Send parts of a result that is not whole yet to a reader's inbox, in order. Raises BusUnreachable, BusLost.
+
+        They go with the results' time if nobody reads them.
+        """
+        inbox = self._session.keys.inbox(reader)
+        entry = ("XADD", inbox, "*", "id", command_id, "parts", pack_parts(parts))
+        await self._session.call(entry, ("EXPIRE", inbox, self._ttl))
+
+    async def stands(self, command_id: str) -> tuple[str, str] | None:
+        """The queue of a command and its state there (parked, queued, done); None when the bus does not know it."""
+        (found,) = await self._session.call(("HMGET", self._session.keys.record(command_id), "model", "state"))
+        return (found[0].decode(), found[1].decode()) if found[0] is not None else None
 
     async def backlog(self, model: str) -> int:
         """Commands of a model that wait or run; those that came early and wait for a gap to close not counted."""

@@ -11,13 +11,40 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 VOCAB = 160
 CONTEXT = 256
 
 
+CHAT = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def make_tokenizer() -> Any:
+    """Three special tokens, then ASCII and some other bytes, one token a byte: VOCAB in all."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    ascii_first = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: (len(c.encode()), c))
+    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2}
+    # Bytes of "é" and "€" take part, so that a character can be split between tokens.
+    wanted = [*ascii_first[:94], *(c for c in ("Ã", "©", "â", "Ĥ", "¬")), "Ġ", "Ċ"]
+    for c in dict.fromkeys([*wanted, *ascii_first]):
+        if len(vocab) < VOCAB:
+            vocab[c] = len(vocab)
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    made.chat_template = CHAT
+    return made
+
+
 def make_tiny_model(path: Path) -> Path:
-    """A random two-layer Llama of VOCAB tokens and CONTEXT positions, the same at every call."""
+    """A random two-layer Llama of VOCAB tokens and CONTEXT positions with its tokenizer, the same at every call."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -39,6 +66,7 @@ def make_tiny_model(path: Path) -> Path:
             )
         )
     model.save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
     return path
 
 

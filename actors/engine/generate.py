@@ -27,6 +27,7 @@ from tinsmith.actors.engine.sample_request import Failed, Finished, Job, Limits,
 from tinsmith.actors.engine.sampling import Chooser
 from tinsmith.actors.engine.versions import Versions
 from tinsmith.bus.errors import InvalidInput, NonFinite, TinsmithError, UnknownVersion
+from tinsmith.bus.parts import Part
 
 
 def _no_versions(key: str) -> Path:
@@ -94,6 +95,14 @@ class Generator:
             return False
         self._drop(id)
         return True
+
+    def parts(self, id: str) -> list[Part]:
+        """What a streamed request that is under way has sampled since the last call."""
+        job = self._jobs.get(id)
+        if job is None:
+            return []
+        fresh, job.parts = job.parts, []
+        return fresh
 
     @property
     def busy(self) -> bool:

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tinsmith.actors.engine.alternatives import PromptExtras, TopK
+from tinsmith.actors.engine.alternatives import Draws, PromptExtras, TopK
 from tinsmith.actors.engine.sampling import uniform_stream
-from tinsmith.actors.engine.stop import StopReason, StopRule
+from tinsmith.actors.engine.stop import StopReason, StopRule, VisibleText
 from tinsmith.actors.engine.versions import BASE, Adapter
 from tinsmith.bus.commands import SampleArgs
 from tinsmith.bus.errors import InvalidInput, SequenceTooLong, TinsmithError
+from tinsmith.bus.parts import Part
 
 Tokens = npt.NDArray[np.int32]
 LogProbs = npt.NDArray[np.float32]
@@ -61,6 +62,8 @@ class Finished:
     version: str
     cached_tokens: int = 0
     extras: PromptExtras | None = None
+    parts: tuple[Part, ...] = ()
+    """The last ones of a streamed request."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,8 @@ class Job:
     prompt_logprobs: LogProbs | None = None
     extras: PromptExtras | None = None
     done: dict[int, SampledSequence] = field(default_factory=dict)
+    parts: list[Part] = field(default_factory=list)
+    """What was sampled since it was last asked for, of a request that is streamed."""
 
     def result(self) -> Finished | None:
         """The answer once every sample has ended."""
@@ -95,9 +100,12 @@ class Job:
             self.request.version,
             self.cached_tokens or 0,
             self.extras,
+            tuple(self.parts),
         )
 
 
+_DRAWS = 2**63
+"""Number of the stream of uniform numbers that draws for the prompt: above those of all samples."""
 PromptKey = tuple[str, bytes, bytes]
 """Version and token bytes of a prompt, and what is asked of it beyond: what may share one prefill."""
 
@@ -109,6 +117,8 @@ class Sample:
     job: Job
     index: int
     rule: StopRule
+    visible: VisibleText | None
+    """Of a request that is streamed, where there is a tokenizer."""
     random: np.random.Generator
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -130,14 +140,17 @@ class Sample:
     @property
     def _wants_extras(self) -> bool:
         request = self.job.request
-        return request.args.prompt_topk > 0 or request.targets is not None
+        return request.args.prompt_topk > 0 or request.args.prompt_draws > 0 or request.targets is not None
 
     def extras(self) -> PromptExtras | None:
         """What its prefill must tell of the prompt beyond log-probs, still empty; None for nothing (more)."""
         if not self._wants_extras or self.job.extras is not None:
             return None
         request = self.job.request
-        return PromptExtras(len(request.prompt), request.args.prompt_topk, request.targets)
+        args, draw = request.args, None
+        if args.prompt_draws:
+            draw = Draws(args.prompt_draws, args.temperature, uniform_stream(args.seed, _DRAWS))
+        return PromptExtras(len(request.prompt), args.prompt_topk, request.targets, draw)
 
     @cached_property
     def context(self) -> Tokens:
@@ -149,7 +162,10 @@ class Sample:
         """What its prefill is found by."""
         request, extras = self.job.request, b""
         if self._wants_extras and self.job.extras is None:
-            extras = f"{request.args.prompt_topk}:".encode()
+            args = request.args
+            # Draws without a seed are nobody else's.
+            drawn = (args.prompt_draws, args.temperature, request.id if args.seed is None else args.seed)
+            extras = f"{args.prompt_topk}:{drawn if args.prompt_draws else ''}:".encode()
             extras += request.targets.tobytes() if request.targets is not None else b""
         return request.version, self.context.tobytes(), extras
 
@@ -164,18 +180,30 @@ class Sample:
         if topk is not None:
             self.topk.append(topk)
         reason = self.rule.after(token)
+        text = self.rule.text(self.tokens) if reason is not None else ""
+        if self.job.request.args.stream:
+            self.job.parts.append(self._part(token, logprob, topk, reason, text))
         if reason is None:
             return False
         self.job.done[self.index] = SampledSequence(
             np.asarray(self.tokens, dtype=np.int32),
             np.asarray(self.logprobs, dtype=np.float32),
             reason,
-            self.rule.text(self.tokens),
+            text,
             (np.concatenate([t for t, _ in self.topk]), np.concatenate([p for _, p in self.topk]))
             if self.topk
             else None,
         )
         return True
+
+    def _part(self, token: int, logprob: float, topk: TopK | None, reason: StopReason | None, text: str) -> Part:
+        fresh = ""
+        if self.visible is not None:
+            fresh = self.visible.rest(text) if reason is not None else self.visible.feed(token)
+        likeliest = None
+        if topk is not None:
+            likeliest = [[[float(t), float(p)] for t, p in zip(topk[0][0], topk[1][0], strict=True)]]
+        return Part(self.index, len(self.tokens) - 1, [token], [logprob], fresh, reason, likeliest)
 
 
 def end_tokens(model: Any) -> frozenset[int]:
@@ -239,7 +267,11 @@ class Limits:
                 max_tokens=args.max_tokens,
             )
 
-        return [Sample(job, i, rule(), uniform_stream(args.seed, i)) for i in range(args.n)]
+        def visible() -> VisibleText | None:
+            shown = args.stream and self.tokenizer is not None
+            return VisibleText(self.tokenizer, tail, args.stop_strings) if shown else None
+
+        return [Sample(job, i, rule(), visible(), uniform_stream(args.seed, i)) for i in range(args.n)]
 
     def _check_targets(self, targets: npt.NDArray[np.int64], length: int) -> None:
         if targets.dtype != np.int64 or targets.ndim != 2 or len(targets) != length - 1:

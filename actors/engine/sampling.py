@@ -65,8 +65,8 @@ class Chooser:
         if self.all_greedy:
             tokens = logp.argmax(-1)
         else:
-            u = torch.from_numpy(np.asarray(uniforms, dtype=np.float64)).to(logits.device)
-            tokens = _inverse_cdf(logp.exp(), u)
+            u = torch.from_numpy(np.asarray(uniforms, dtype=np.float64)).to(logits.device)[:, None]
+            tokens = inverse_cdf(logp.exp(), u)[:, 0]
             if self._cut is not None:
                 tokens[self._cut] = self._truncated(logp[self._cut], u[self._cut])
             if self._greedy is not None:
@@ -74,7 +74,7 @@ class Chooser:
         return tokens, logp.gather(1, tokens[:, None])[:, 0]
 
     def _truncated(self, logp: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-        """Choice among the top-k, then among the smallest set of those whose share reaches top-p: int64 [rows].
+        """Choice by u [rows, 1] among the top-k, then among the smallest set whose share reaches top-p: int64 [rows].
 
         Exactly k tokens stay (ties broken by order), and top-p counts probability after top-k, as transformers does.
         """
@@ -89,16 +89,16 @@ class Chooser:
         p = p / p.sum(-1, keepdim=True)
         # The token that crosses top-p stays, so at least one does: what lies before the first is 0.
         p = torch.where(p.cumsum(-1) - p < self._top_p, p, 0.0)
-        return order.gather(1, _inverse_cdf(p, u)[:, None])[:, 0]
+        return order.gather(1, inverse_cdf(p, u))[:, 0]
 
 
-def _inverse_cdf(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """The index where the running sum of `p` [rows, n] passes the share `u` [rows] of its total; int64 [rows].
+def inverse_cdf(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """The index where the running sum of `p` [rows, n] passes each share `u` [rows, k] of its total; int64 [rows, k].
 
     float64 sums, so that tokens of the tail keep their probability in a large vocabulary. Tokens of probability 0 are
     never chosen: the sum does not move at them.
     """
     cdf = p.cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1:]
-    target = torch.minimum(u[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target, right=True)[:, 0].clamp_(max=p.shape[1] - 1)
+    target = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, target, right=True).clamp_(max=p.shape[1] - 1)

@@ -43,6 +43,36 @@ class Detokenizer:
         return str(text)
 
 
+class VisibleText:
+    """The text of a continuation as it grows, as far as it can be shown: without an unfinished character, and without
+    an end that may yet become a stop string."""
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop_strings: tuple[str, ...]) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt, skip_special=True)
+        self._stop_strings = stop_strings
+        self._shown = 0
+
+    def feed(self, token: int) -> str:
+        """Take one more token; returns the text that can be shown since the last time."""
+        self._detokenizer.feed([token])
+        text = self._detokenizer.text
+        fresh = text[self._shown : len(text) - self._held(text)]
+        self._shown += len(fresh)
+        return fresh
+
+    def rest(self, final: str) -> str:
+        """What of the final text was not shown yet."""
+        return final[self._shown :]
+
+    def _held(self, text: str) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        longest = max((len(stop) for stop in self._stop_strings), default=1) - 1
+        for size in range(min(longest, len(text) - self._shown), 0, -1):
+            if any(stop.startswith(text[-size:]) for stop in self._stop_strings):
+                return size
+        return 0
+
+
 class StopRule:
     """Decides after every token of one sample whether it is the last."""
 
@@ -87,7 +117,12 @@ class StopRule:
         if self._tokenizer is None:
             return ""
         body = tokens[:-1] if self._at_token else tokens
-        text = Detokenizer(self._tokenizer, self._prompt, skip_special=True).feed(body)
-        if self._matched:
-            text = text[: min([at for at in (text.find(s) for s in self._stop_strings) if at >= 0], default=len(text))]
-        return text
+        detokenizer = Detokenizer(self._tokenizer, self._prompt, skip_special=True)
+        if not self._matched:
+            return detokenizer.feed(body)
+        # The last token completed the match, which so begins no earlier than this; special tokens, which are looked at
+        # for the match and not shown, may have made another one seem complete before.
+        detokenizer.feed(body[:-1])
+        start = max(0, len(detokenizer.text) - self._longest + 1)
+        text = detokenizer.feed(body[-1:])
+        return text[: min([at for s in self._stop_strings if (at := text.find(s, start)) >= 0], default=len(text))]

@@ -7,6 +7,9 @@ same, refused, and fails in its place.
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import logging
 import time
 from typing import Any
 
@@ -20,7 +23,7 @@ from tinsmith.api.http.settings import HttpSettings
 from tinsmith.api.http.store import Store
 from tinsmith.bus.commands import REFUSED, parse_args
 from tinsmith.bus.connection import open_bus
-from tinsmith.bus.envelope import Command, Event, Kind
+from tinsmith.bus.envelope import CONTROL_LANE, Command, Event, Kind
 from tinsmith.bus.errors import (
     CommandConflict,
     InvalidInput,
@@ -35,6 +38,8 @@ from tinsmith.bus.inbox import Inbox, Result
 from tinsmith.bus.status import get_status
 from tinsmith.bus.streams import Bus
 
+log = logging.getLogger("tinsmith.http")
+
 
 class Door:
     """Made by `Door.open` in each replica; holds connections and caches, no state."""
@@ -47,6 +52,7 @@ class Door:
         self.completions = Completions(bus)
         self.opened = time.time()
         self._context: int | None = None
+        self._chores: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def open(cls, settings: HttpSettings) -> Door:
@@ -59,6 +65,8 @@ class Door:
     async def close(self) -> None:
         """Let go of the bus; whoever still waits is told to ask again."""
         await self.completions.close()
+        for chore in list(self._chores):
+            chore.cancel()
         await self.inbox.close()
         await self.bus.close()
 
@@ -88,6 +96,24 @@ class Door:
         request = refused_id()
         await self.store.put_refusal(request, error)
         return request
+
+    async def cancel(self, request: str) -> None:
+        """Have a sample that is wanted no more stopped; nothing waits for it. Raises Busy, BusUnreachable, BusLost."""
+        # The same however often it is asked for.
+        name = hashlib.blake2b(request.encode(), digest_size=16).hexdigest()
+        command = Command(id=name, model=CONTROL_LANE, kind=Kind.CANCEL, seq=-1, args={"command": request})
+        await self.bus.submit(command)
+
+    def cancel_soon(self, request: str) -> None:
+        """As `cancel`, from where nothing can be awaited any more."""
+        chore = asyncio.get_running_loop().create_task(self.cancel(request))
+        self._chores.add(chore)
+        chore.add_done_callback(self._chore_done)
+
+    def _chore_done(self, chore: asyncio.Task[None]) -> None:
+        self._chores.discard(chore)
+        if not chore.cancelled() and (error := chore.exception()) is not None:
+            log.warning("a sample that nobody waits for was not stopped: %s", error)
 
     async def outcome(self, request: str, seconds: float) -> Result:
         """What became of a request, waited for `seconds`.

@@ -14,6 +14,9 @@ from tokenizers import Tokenizer
 
 from tinsmith.bus.errors import InvalidInput
 
+TOKEN_ID = "token_id:"
+"""Begins the name of a token that has no text of its own, so that no two tokens look the same."""
+
 
 @dataclass(frozen=True)
 class TextCodec:
@@ -31,6 +34,11 @@ class TextCodec:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text, special tokens left out."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def name(self, token: int) -> str:
+        """The text of one token, special ones by their names; `token_id:N` where it is no whole character."""
+        text = str(self.tokenizer.decode([token], skip_special_tokens=False))
+        return f"{TOKEN_ID}{token}" if "\ufffd" in text else text
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The prompt of a conversation whose next turn is the assistant's. Raises InvalidInput."""

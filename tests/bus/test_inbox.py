@@ -10,7 +10,8 @@ import pytest
 
 from tinsmith.bus.connection import open_bus
 from tinsmith.bus.envelope import SAMPLE_LANE, Kind
-from tinsmith.bus.errors import BusUnreachable, CommandConflict, DeadlineExceeded, UnknownCommand
+from tinsmith.bus.errors import BusUnreachable, CommandConflict, DeadlineExceeded, ProtocolError, UnknownCommand
+from tinsmith.bus.parts import Part
 from tinsmith.bus.streams import Bus
 
 
@@ -194,3 +195,52 @@ async def test_a_refused_change_leaves_the_result_of_the_first_to_be_had(bus: Bu
         with pytest.raises(CommandConflict):
             await inbox.submit(one, b"changed")
         assert (await inbox.wait(one.id, 5))[1] == b"first"
+
+
+async def test_parts_come_in_order_before_the_result_and_another_reader_gets_the_result_alone(
+    bus: Bus, coordinator: Bus, h: Any
+) -> None:
+    epoch = await coordinator.own(SAMPLE_LANE, "owner", 60_000)
+    parts = [Part(0, at, [7 + at], [-0.5], f"t{at}") for at in range(3)]
+    command = h.command(SAMPLE_LANE, Kind.SAMPLE)
+    async with bus.inbox() as inbox, coordinator.inbox() as other:
+        seen = []
+        stream = inbox.stream(command)
+        first = asyncio.create_task(anext(stream))
+        await coordinator.bell("0", 5000)
+        taken = await coordinator.next(SAMPLE_LANE, epoch)
+        assert taken[0].reply_to == inbox.name
+        for part in parts:
+            await coordinator.put_parts(inbox.name, command.id, [part])
+        seen.append(await first)
+        waiting = asyncio.create_task(other.wait(command.id, 5))
+        await coordinator.complete(SAMPLE_LANE, epoch, taken[0].entry_id, h.event(taken[0]), b"whole")
+        seen += [item async for item in stream]
+        assert [part for item in seen[:-1] for part in item] == parts
+        assert seen[-1][1] == (await waiting)[1] == b"whole"
+
+
+async def test_an_unreadable_entry_fails_its_own_waiter_and_the_others_go_on(bus: Bus, h: Any) -> None:
+    epoch = await h.create(bus)
+    async with bus.inbox() as inbox:
+        bad, good = h.command(), h.command()
+        waiting = [asyncio.create_task(inbox.call(one, deadline=5)) for one in (bad, good)]
+        for one in (bad, good):
+            await bus.submit(one)  # Both are there, whoever was first.
+        key = bus.session.keys.inbox(inbox.name)
+        for fields in (("x", b"\xff"), ("id", bad.id, "n", "x", "seq", "0", "header", b"\xc1", "body", b"")):
+            await bus.session.call(("XADD", key, "*", *fields))
+        with pytest.raises(ProtocolError):
+            await waiting[0]
+        await done(bus, h, epoch, 2)
+        assert (await waiting[1])[0].ok
+
+
+async def test_where_a_command_stands_is_told(bus: Bus, h: Any) -> None:
+    epoch = await h.create(bus)
+    one = h.command()
+    assert await bus.stands(one.id) is None
+    await bus.submit(one)
+    assert await bus.stands(one.id) == ("m", "queued")
+    await done(bus, h, epoch)
+    assert await bus.stands(one.id) == ("m", "done")

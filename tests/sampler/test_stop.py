@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sampling_runs import END
+from hypothesis import given
+from hypothesis import strategies as st
+from sampling_runs import END, VOCAB
 
-from tinsmith.actors.engine.stop import Detokenizer, StopRule
+from tinsmith.actors.engine.stop import Detokenizer, StopRule, VisibleText
 
 
 def fed(tokenizer: Any, text: str | list[int], **args: Any) -> tuple[int, str | None, str]:
@@ -72,3 +74,43 @@ def test_text_given_token_by_token_is_the_text_of_all_tokens(tokenizer, text):
     for token in tokenizer.encode(text):
         seen = one.feed([token])
     assert seen == text
+
+
+def test_a_stop_string_that_a_hidden_special_token_parts_is_not_where_the_text_ends(tokenizer):
+    tokens = [*tokenizer.encode("xa"), END, *tokenizer.encode("b,ab")]
+    assert fed(tokenizer, tokens, stop_strings=("ab",)) == (7, "stop", "xab,")
+
+
+def shown(tokenizer: Any, tokens: list[int], stop_strings: tuple[str, ...]) -> tuple[list[str], str]:
+    """What is shown after each token of a sample that ends as its rule says, and its final text."""
+    prompt = tokenizer.encode("ab")
+    rule = StopRule(tokenizer, prompt, stop_tokens=frozenset(), stop_strings=stop_strings, max_tokens=len(tokens))
+    visible = VisibleText(tokenizer, prompt, stop_strings)
+    pieces = []
+    for count, token in enumerate(tokens, 1):
+        if rule.after(token) is not None:
+            final = rule.text(tokens[:count])
+            return [*pieces, visible.rest(final)], final
+        pieces.append(visible.feed(token))
+    raise AssertionError("the sample did not end")
+
+
+def test_what_may_become_a_stop_string_or_half_a_character_is_not_shown_yet(tokenizer):
+    assert shown(tokenizer, tokenizer.encode("n-enxend"), ("end",)) == (["n", "-", "", "", "enx", "", "", ""], "n-enx")
+    assert shown(tokenizer, tokenizer.encode("aé!"), ()) == (["a", "", "é", "!"], "aé!")
+    assert shown(tokenizer, tokenizer.encode("a\nUs"), ("\nUser:",)) == (["a", "", "", "\nUs"], "a\nUs")
+
+
+@given(
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40), st.lists(st.text("abé\n ", min_size=1, max_size=3))
+)
+def test_pieces_of_any_tokens_make_up_the_final_text(tokenizer, tokens, stops):
+    pieces, final = shown(tokenizer, tokens, tuple(stops))
+    assert "".join(pieces) == final
+
+
+@given(st.text("abcé€\n <>/s", max_size=60), st.lists(st.text("abé\n </s>", min_size=1, max_size=4), max_size=3))
+def test_pieces_of_likely_texts_make_up_the_final_text(tokenizer, text, stops):
+    tokens = tokenizer.encode(text) or [5]
+    pieces, final = shown(tokenizer, tokens, tuple(stops))
+    assert "".join(pieces) == final

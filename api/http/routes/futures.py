@@ -38,6 +38,16 @@ async def retrieve_future(request: Request) -> Response:
         raise HttpError(410, str(error)) from None
 
 
+@router.post("/cancel_future")
+async def cancel_future(request: Request) -> Response:
+    """Stop a sample and free its place; its future fails as cancelled. What has ended stays as it ended."""
+    door, name = door_of(request), field(await read_object(request), "request_id", str)
+    if not name.startswith(REFUSED_PREFIX):
+        await door.check_owner(request, name)
+        await door.cancel(name)
+    return json_response({})
+
+
 @router.post("/retrieve_futures")
 async def retrieve_futures(request: Request) -> Response:
     """Samples of one sampling session that ended since `prev_cursor`."""

@@ -28,13 +28,15 @@ from tinsmith.api.http.routes.session import door_of
 from tinsmith.bus.codec import decode, encode, unpack_ragged
 from tinsmith.bus.commands import parse_args
 from tinsmith.bus.datum import Datum, pack_datums
-from tinsmith.bus.envelope import SAMPLE_LANE, Command, Kind, new_id
+from tinsmith.bus.envelope import CONTROL_LANE, LANES, SAMPLE_LANE, Command, Kind, new_id
 from tinsmith.bus.errors import DeadlineExceeded, Gap, InvalidDatum, InvalidInput
 from tinsmith.bus.events import Streamed
 
 router = APIRouter(prefix="/v1")
 
 MSGPACK = "application/msgpack"
+LANE_OF = {Kind.SAMPLE: SAMPLE_LANE, Kind.CANCEL: CONTROL_LANE}
+"""Queues of the kinds that belong to no model."""
 
 
 @router.post("/commands")
@@ -45,7 +47,7 @@ async def submit(request: Request) -> Response:
         kind = Kind(field(content, "kind", str))
     except ValueError:
         raise InvalidInput("no such kind", remedy=f"Use one of {', '.join(Kind)}.", field="kind") from None
-    model = SAMPLE_LANE if kind is Kind.SAMPLE else field(content, "model", str)
+    model = LANE_OF[kind] if kind in LANE_OF else field(content, "model", str)
     args = optional(content, "args", dict[str, Any], {})
     parsed = parse_args(kind, args)
     body, lengths = _body(content)
@@ -105,7 +107,7 @@ async def _stream(
 
 async def _visible(door: Door, owner: str, model: str, item: Streamed | Gap) -> bool:
     """Whether a model, or the session that sampled, is the caller's; what belongs to nobody is for all."""
-    name = item.event.id if model == SAMPLE_LANE and isinstance(item, Streamed) else model
+    name = item.event.id if model in LANES and isinstance(item, Streamed) else model
     record = await door.store.session(session_of(name)) or await door.store.model(name)
     return record is None or record.owner == owner
 
@@ -118,8 +120,8 @@ async def _own(door: Door, request: Request, model: str, kind: Kind, args: Any) 
         if record is None and args.lora is not None:
             record = ModelRecord(owner=owner, created=time.time(), base=args.base, lora=args.lora)
             await door.store.put_model(model, record)
-    for name in (model, getattr(args, "version", "base"), getattr(args, "checkpoint", None)):
-        if name not in (None, "base", SAMPLE_LANE):
+    for name in (model, *(getattr(args, place, None) for place in ("version", "checkpoint", "command"))):
+        if name not in (None, "base", *LANES):
             await door.check_owner(request, str(name).partition("/")[0])
 
 

@@ -6,15 +6,19 @@ What can't be done as asked is refused: nothing here is ignored but the fields t
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
+from starlette.responses import StreamingResponse
 
 from tinsmith.api.http.catalog import saved
+from tinsmith.api.http.choices import Choice, Name, Shape, as_json, by_choice, wholes
 from tinsmith.api.http.door import Door
 from tinsmith.api.http.fields import field, maybe, optional
 from tinsmith.api.http.names import parse_path
@@ -22,17 +26,20 @@ from tinsmith.api.http.responses import HttpError, json_response, read_object
 from tinsmith.api.http.routes.sampling import stop_args
 from tinsmith.api.http.routes.session import door_of
 from tinsmith.api.http.tokenizer import TextCodec, load_codec
-from tinsmith.bus.codec import decode, encode, unpack_ragged
+from tinsmith.bus.codec import encode
 from tinsmith.bus.commands import parse_args
-from tinsmith.bus.envelope import SAMPLE_LANE, Command, Event, Kind, new_id
+from tinsmith.bus.envelope import SAMPLE_LANE, Command, Kind, new_id
 from tinsmith.bus.errors import DeadlineExceeded, InvalidInput, TinsmithError
+from tinsmith.bus.inbox import Result
+from tinsmith.bus.parts import Part
 
 router = APIRouter()
 
 SECONDS = 600.0
 """How long a completion may take."""
-DEFAULT_TOKENS = {"text_completion": 16, "chat.completion": None}
+DEFAULT_TOKENS: dict[Shape, int | None] = {"text_completion": 16, "chat.completion": None}
 """max_tokens where the client gives none, as OpenAI has it; None: what the context has room for."""
+MOST_PROMPTS = 128
 _SHARED = {
     "model",
     "n",
@@ -43,16 +50,35 @@ _SHARED = {
     "seed",
     "stop",
     "stream",
+    "stream_options",
     "logprobs",
     "user",
     "metadata",
 }
-ALLOWED = {
-    "text_completion": _SHARED | {"prompt", "echo"},
-    "chat.completion": _SHARED | {"messages", "max_completion_tokens"},
+ALLOWED: dict[Shape, set[str]] = {
+    "text_completion": _SHARED | {"prompt"},
+    "chat.completion": _SHARED | {"messages", "max_completion_tokens", "top_logprobs"},
 }
-NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "stream": False, "echo": False, "best_of": 1, "suffix": None}
+NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "echo": False, "best_of": 1, "suffix": None}
 """Fields that may be sent with these values alone."""
+
+
+Arrived = tuple[int, list[Part] | Result]
+"""Number of the prompt, and parts of its samples, or all of them."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request: its prompts in token ids, each a command of its own, and how the answer is to look."""
+
+    shape: Shape
+    model: str
+    prompts: Sequence[Sequence[int]]
+    commands: Sequence[Command]
+    n: int
+    name: Name | None
+    usage: bool
+    """Whether a stream ends with the token counts."""
 
 
 @router.get("/v1/models")
@@ -74,104 +100,194 @@ async def models(request: Request) -> Response:
 @router.post("/v1/completions")
 @router.post("/oai/api/v1/completions")
 async def completions(request: Request) -> Response:
-    """Continue one prompt, given as text or token ids."""
-    door, body = door_of(request), await read_object(request)
-    prompt = body.get("prompt")
-    if isinstance(prompt, str):
-        tokens = (await _codec(request)).encode(prompt)
-    elif isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-        tokens = prompt
-    else:
-        raise InvalidInput("the prompt is not one text or one list of token ids", field="prompt")
-    return await _complete(door, request, body, tokens, "text_completion")
+    """Continue one prompt or several, each given as text or token ids."""
+    body = await read_object(request)
+    prompts = body.get("prompt")
+    if isinstance(prompts, str) or (isinstance(prompts, list) and all(type(token) is int for token in prompts)):
+        prompts = [prompts]
+    if not isinstance(prompts, list) or not 0 < len(prompts) <= MOST_PROMPTS:
+        raise InvalidInput(
+            f"not a text, a list of token ids, or a list of 1 to {MOST_PROMPTS} of either", field="prompt"
+        )
+    tokens = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            tokens.append((await _codec(request)).encode(prompt))
+        elif isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+            tokens.append(prompt)
+        else:
+            raise InvalidInput("a prompt is neither a text nor a list of token ids", field="prompt")
+    return await _complete(request, body, tokens, "text_completion")
 
 
 @router.post("/v1/chat/completions")
 @router.post("/oai/api/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation through the model's own chat template."""
-    door, body = door_of(request), await read_object(request)
+    body = await read_object(request)
     tokens = (await _codec(request)).chat(field(body, "messages", list[dict[str, Any]]))
-    return await _complete(door, request, body, tokens, "chat.completion")
+    return await _complete(request, body, [tokens], "chat.completion")
 
 
 async def _complete(
-    door: Door, request: Request, body: Mapping[str, Any], prompt: Sequence[int], shape: str
+    request: Request, body: Mapping[str, Any], prompts: Sequence[Sequence[int]], shape: Shape
 ) -> Response:
+    door = door_of(request)
+    asked = await _read(door, request, body, prompts, shape)
+    results = _results(door, asked)
+    if optional(body, "stream", bool, False):
+        # What fails at once is answered with its own status.
+        first = await anext(results)
+        return StreamingResponse(_stream(asked, first, results), media_type="text/event-stream")
+    parts: list[list[Part]] = [[] for _ in prompts]
+    async for at, item in results:
+        if isinstance(item, tuple):
+            parts[at] = wholes(*item)
+    choices = [
+        as_json(part, shape, at * asked.n + part.index, asked.name, delta=False)
+        for at, of_one in enumerate(parts)
+        for part in of_one
+    ]
+    sampled = sum(len(part.tokens) for of_one in parts for part in of_one)
+    return json_response({**_head(asked, shape), "choices": choices, "usage": _usage(asked, sampled)})
+
+
+async def _stream(asked: Asked, first: Arrived, others: AsyncIterator[Arrived]) -> AsyncIterator[bytes]:
+    """Server-sent events, as OpenAI has them; an error ends the stream and stands in it."""
+    head = _head(asked, "chat.completion.chunk" if asked.shape == "chat.completion" else asked.shape)
+    choices = [Choice(index) for index in range(len(asked.prompts) * asked.n)]
+    try:
+        async for at, item in _chain(first, others):
+            of_prompt = choices[at * asked.n :]
+            if isinstance(item, tuple):
+                fresh = [rest for part in wholes(*item) if (rest := of_prompt[part.index].rest(part))]
+            else:
+                fresh = [told for part in by_choice(item) if (told := of_prompt[part.index].take(part))]
+            for part in fresh:
+                if part.text or asked.name is not None or part.stop_reason is not None or part.at == 0:
+                    piece = as_json(part, asked.shape, of_prompt[part.index].index, asked.name, delta=True)
+                    yield _event({**head, "choices": [piece]})
+        if asked.usage:
+            counted = _usage(asked, sum(len(choice.tokens) for choice in choices))
+            yield _event({**head, "choices": [], "usage": counted})
+    except TinsmithError as error:
+        yield _event({"error": {**error.to_wire(), "message": str(error)}})
+    except HttpError as error:
+        yield _event({"error": {"message": error.detail, "code": error.status}})
+    yield b"data: [DONE]\n\n"
+
+
+async def _chain(first: Arrived, others: AsyncIterator[Arrived]) -> AsyncIterator[Arrived]:
+    yield first
+    async for item in others:
+        yield item
+
+
+async def _results(door: Door, asked: Asked) -> AsyncIterator[Arrived]:
+    """Parts and results by prompt, as they come. Raises the first failure; whatever is left then is stopped."""
+    arrived: asyncio.Queue[tuple[int, list[Part] | Result | BaseException]] = asyncio.Queue()
+
+    async def follow(at: int, command: Command) -> None:
+        try:
+            body = encode({"prompt": np.asarray(asked.prompts[at], np.int32)})
+            async for item in door.inbox.stream(command, body):
+                arrived.put_nowait((at, item))
+        except Exception as error:
+            arrived.put_nowait((at, error))
+
+    following = [asyncio.create_task(follow(at, command)) for at, command in enumerate(asked.commands)]
+    left = set(range(len(asked.commands)))
+    try:
+        async with asyncio.timeout(SECONDS):
+            while left:
+                at, item = await arrived.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if isinstance(item, tuple):
+                    left.discard(at)
+                    if item[0].error is not None:
+                        raise TinsmithError.from_wire(item[0].error)
+                yield at, item
+    except (TimeoutError, DeadlineExceeded):
+        raise HttpError(504, f"no answer within {SECONDS:g} s") from None
+    finally:
+        for task in following:
+            task.cancel()
+        # Whoever asked is gone or has been told of a failure: what still samples for them frees its place.
+        for at in left:
+            door.cancel_soon(asked.commands[at].id)
+
+
+async def _read(
+    door: Door, request: Request, body: Mapping[str, Any], prompts: Sequence[Sequence[int]], shape: Shape
+) -> Asked:
+    """Raises InvalidInput, UnknownVersion."""
     _check(body, shape)
-    version = await _version(door, request, field(body, "model", str))
+    model = field(body, "model", str)
+    wanted, likeliest = _logprobs(body, shape)
     most = maybe(body, "max_completion_tokens", int) or maybe(body, "max_tokens", int) or DEFAULT_TOKENS[shape]
-    args: dict[str, Any] = {
-        "version": version,
+    shared: dict[str, Any] = {
+        "version": await _version(door, request, model),
         "n": optional(body, "n", int, 1),
-        "max_tokens": most or max(1, await door.context() - len(prompt)),
         "temperature": optional(body, "temperature", float, 1.0),
         "top_p": optional(body, "top_p", float, 1.0),
         "top_k": optional(body, "top_k", int, -1),
+        "topk": likeliest,
         "seed": maybe(body, "seed", int),
+        "stream": optional(body, "stream", bool, False),
         **stop_args(body.get("stop")),
     }
-    parse_args(Kind.SAMPLE, args)
-    command = Command(id=new_id(), model=SAMPLE_LANE, kind=Kind.SAMPLE, seq=-1, args=args)
-    try:
-        event, frame = await door.inbox.call(
-            command, encode({"prompt": np.asarray(prompt, np.int32)}), deadline=SECONDS
-        )
-    except DeadlineExceeded:
-        raise HttpError(504, f"no answer within {SECONDS:g} s") from None
-    if event.error is not None:
-        raise TinsmithError.from_wire(event.error)
-    return json_response(_answer(event, dict(decode(frame)), body, len(prompt), shape))
+    commands = []
+    for prompt in prompts:
+        args = {**shared, "max_tokens": most or max(1, await door.context() - len(prompt))}
+        parse_args(Kind.SAMPLE, args)
+        commands.append(Command(id=new_id(), model=SAMPLE_LANE, kind=Kind.SAMPLE, seq=-1, args=args))
+    options = optional(body, "stream_options", dict[str, Any], {})
+    for unknown in set(options) - {"include_usage"}:
+        raise InvalidInput(f"no such option {unknown!r}", remedy="Known is: include_usage.", field="stream_options")
+    name = (await _codec(request)).name if wanted else None
+    return Asked(shape, model, prompts, commands, shared["n"], name, optional(options, "include_usage", bool, False))
 
 
-def _answer(
-    event: Event, tree: Mapping[str, Any], body: Mapping[str, Any], prompt_tokens: int, shape: str
-) -> dict[str, Any]:
-    rows = zip(
-        unpack_ragged(tree["tokens"]),
-        unpack_ragged(tree["logprobs"]),
-        event.result["texts"],
-        event.result["stop_reasons"],
-        strict=True,
-    )
-    choices, sampled = [], 0
-    for index, (tokens, logprobs, text, reason) in enumerate(rows):
-        assert tokens is not None
-        assert logprobs is not None
-        sampled += len(tokens)
-        choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": None}
-        if shape == "text_completion":
-            choice["text"] = text
-        else:
-            choice["message"] = {"role": "assistant", "content": text}
-        if body.get("logprobs"):
-            choice["logprobs"] = {"token_ids": tokens.tolist(), "token_logprobs": logprobs.tolist()}
-        choices.append(choice)
+def _logprobs(body: Mapping[str, Any], shape: Shape) -> tuple[bool, int]:
+    """Whether log-probs are wanted, and of how many of the likeliest tokens beside the sampled one."""
+    if shape == "text_completion":
+        count = maybe(body, "logprobs", int)
+        return count is not None, count or 0
+    wanted, top = optional(body, "logprobs", bool, False), optional(body, "top_logprobs", int, 0)
+    if top and not wanted:
+        raise InvalidInput("top_logprobs without logprobs", remedy="Send logprobs: true.", field="top_logprobs")
+    return wanted, top
+
+
+def _head(asked: Asked, what: str) -> dict[str, Any]:
+    prefix = "chatcmpl" if asked.shape == "chat.completion" else "cmpl"
     return {
-        "id": f"cmpl-{event.id}",
-        "object": shape,
+        "id": f"{prefix}-{asked.commands[0].id}",
+        "object": what,
         "created": math.floor(time.time()),
-        "model": body["model"],
-        "choices": choices,
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": sampled,
-            "total_tokens": prompt_tokens + sampled,
-        },
+        "model": asked.model,
     }
 
 
-def _check(body: Mapping[str, Any], shape: str) -> None:
+def _usage(asked: Asked, sampled: int) -> dict[str, int]:
+    prompts = sum(len(prompt) for prompt in asked.prompts)
+    return {"prompt_tokens": prompts, "completion_tokens": sampled, "total_tokens": prompts + sampled}
+
+
+def _event(data: Mapping[str, Any]) -> bytes:
+    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
+
+
+def _check(body: Mapping[str, Any], shape: Shape) -> None:
     """Raises InvalidInput for a field that would have to be ignored."""
     for name, value in body.items():
         if name in NEUTRAL and value not in (NEUTRAL[name], None):
             raise InvalidInput(f"{value!r} can't be done here", remedy="Leave it out.", field=name)
-        if name not in ALLOWED[shape] and name not in NEUTRAL:
+        if name not in ALLOWED[shape] and name not in NEUTRAL and value is not None:
             raise InvalidInput(
                 "no such field here", remedy=f"Known are: {', '.join(sorted(ALLOWED[shape]))}.", field=name
             )
-    if type(body.get("logprobs")) is int and body["logprobs"] > 1:
-        raise InvalidInput("only the sampled token's own log-prob is told", remedy="Send 1.", field="logprobs")
 
 
 async def _version(door: Door, request: Request, model: str) -> str:

@@ -1,0 +1,78 @@
+"""A lane: a queue without order whose commands are answered side by side, as many at once as there is room for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+
+from tinsmith.actors.gather import Outcome
+from tinsmith.actors.leases import Leases
+from tinsmith.actors.training import make_event
+from tinsmith.bus.consumer import Taken
+from tinsmith.bus.errors import Fenced
+from tinsmith.bus.streams import Bus
+
+log = logging.getLogger("tinsmith.lane")
+
+TAKE = 64
+"""Commands fetched from a lane at once."""
+
+
+class Lane(ABC):
+    """Takes commands from the queue `name` and completes each with what `carry_out` makes of it."""
+
+    def __init__(self, name: str, bus: Bus, leases: Leases, room: int) -> None:
+        self._name = name
+        self._bus = bus
+        self._leases = leases
+        self._room = room
+        self._rung = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._epoch = -1
+
+    @abstractmethod
+    async def carry_out(self, taken: Taken) -> Outcome:
+        """What becomes of one command."""
+
+    def completed(self, taken: Taken, outcome: Outcome) -> None:  # noqa: B027 - a lane need not care
+        """The bus has the outcome."""
+
+    def ring(self) -> None:
+        """The lane may have commands."""
+        self._rung.set()
+
+    async def run(self) -> None:
+        """Take and answer for ever."""
+        self._epoch = await self._leases.own(self._name)
+        while True:
+            # Before the look, not after it: what rings meanwhile must be looked for again.
+            self._rung.clear()
+            room = self._room - len(self._tasks)
+            taken = []
+            if room > 0:
+                taken = await self._bus.next(self._name, self._epoch, min(TAKE, room))
+            for one in taken:
+                task = asyncio.create_task(self._answer(one))
+                self._tasks.add(task)
+                task.add_done_callback(self._ended)
+            if not taken:
+                await self._rung.wait()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._rung.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a command of %s was not completed", self._name, exc_info=error)
+
+    async def _answer(self, taken: Taken) -> None:
+        begun = time.time()
+        outcome = await self.carry_out(taken)
+        event = make_event(taken, outcome, begun, time.time() - begun)
+        try:
+            await self._bus.complete(self._name, self._epoch, taken.entry_id, event, outcome.body, keep=False)
+        except Fenced:
+            log.warning("%s is another coordinator's now", self._name)
+            return
+        self.completed(taken, outcome)
