@@ -126,7 +126,14 @@ class Coordinator:
         _, last = await bus.bell("$", 1)
         await self._adopt(bus, group, self._training)
         lanes = [lane.run() for lane in self._lanes.values()]
-        return [_await(renew), self._listen(bus, last), self._training.run(), *lanes, self._report(bus)]
+        return [
+            _await(renew),
+            self._listen(bus, last),
+            self._training.run(),
+            *lanes,
+            self._sampling.watch(),
+            self._report(bus),
+        ]
 
     async def _group(self) -> Group:
         return await find_group(self._options) or await build_group(self._options)

@@ -92,6 +92,10 @@ class SamplerReplica:
         except TinsmithError as error:
             yield error.at(command=command).to_wire()
 
+    async def live(self) -> None:
+        """Never returns: whoever waits for it learns of this process's end."""
+        await asyncio.Event().wait()
+
     async def cancel(self, command: str) -> None:
         """Stop a request, if it is here, and free its rows; its waiter gets Cancelled."""
         with self._wake:

@@ -46,6 +46,19 @@ class SamplingLane(Lane):
         """Process of each replica, requests with it, and what was done."""
         return {"pids": [replica.pid for replica in self._replicas], "busy": list(self._busy), **self.counters}
 
+    async def watch(self) -> None:
+        """Replace for ever what dies, so that not the next request but this moment pays for the start."""
+        await asyncio.gather(*(self._watch(number) for number in range(len(self._replicas))))
+        await asyncio.Event().wait()
+
+    async def _watch(self, number: int) -> None:
+        while True:
+            replica = self._replicas[number]
+            try:
+                await replica.actor.live.remote()
+            except ray.exceptions.RayActorError:
+                await self._replace(number, replica)
+
     async def cancel(self, command: str) -> bool:
         """Stop a command of this lane and wait until it has ended; False when it ended by itself before."""
         over = self._cancels.setdefault(command, asyncio.get_running_loop().create_future())

@@ -155,13 +155,16 @@ class Engine:
         if backward:
             it.add_gradients(earlier)
             it.pending += 1
+            # Its gradient can be finite all the same, where what is not finite does not depend on the weights.
+            spoilt = any(result is not None and not result.columns["loss"].isfinite().all() for _, result, _ in done)
+            it.spoilt = self.ranks.any(spoilt) or it.spoilt
         return _collect(done)
 
     def optim_step(self, model: str, args: OptimStepArgs) -> dict[str, float]:
         """One optimizer step; its command columns. Gradients are gone afterwards, whatever the outcome.
 
-        Raises NoGradients when no forward_backward came since the last step, NonFinite when a gradient is not finite:
-        the weights and the optimizer are then as they were.
+        Raises NoGradients when no forward_backward came since the last step, NonFinite when a loss or a gradient is not
+        finite: the weights and the optimizer are then as they were.
         """
         it = self._get(model)
         if not it.pending:
@@ -170,12 +173,12 @@ class Engine:
             )
         try:
             it.reduce_gradients()
-            return it.optimizer.step(args)
+            return it.optimizer.step(args, spoilt=it.spoilt)
         except TinsmithError as error:
             raise error.at(model=model) from None
         finally:
             it.clear_gradients()
-            it.pending = 0
+            it.pending, it.spoilt = 0, False
             it.changed()
 
     def save(self, model: str, path: str | Path, meta: dict[str, Any] | None = None) -> None:
@@ -207,7 +210,7 @@ class Engine:
         it = self._models[model]
         tensors, meta = self.ranks.each(lambda: self._read(args, it, Path(path)))
         self._take(it, tensors, optimizer=True)
-        it.pending = int(meta["pending"])
+        it.pending, it.spoilt = int(meta["pending"]), bool(meta.get("spoilt", False))
         if it.pending:
             it.put_gradient_tensors(_under(tensors, "grad"))
         return dict(meta["user"])
@@ -267,6 +270,7 @@ class Engine:
             "args": it.args.model_dump(),
             "base": asdict(self.base),
             "pending": it.pending if gradients else 0,
+            "spoilt": it.spoilt and gradients,
             "user": meta,
         }
         self.ranks.first(lambda: checkpoint.write(path, tensors, described))
@@ -295,7 +299,7 @@ class Engine:
         it.optimizer = fresh
         it.changed()
         it.clear_gradients()
-        it.pending = 0
+        it.pending, it.spoilt = 0, False
 
 
 def _shape(args: CreateModelArgs) -> dict[str, Any]:

@@ -74,8 +74,10 @@ class AdamW:
         return self._step
 
     @torch.no_grad()
-    def step(self, args: OptimStepArgs) -> dict[str, float]:
+    def step(self, args: OptimStepArgs, *, spoilt: bool = False) -> dict[str, float]:
         """One step over the parameters' `.grad`; returns the command's columns.
+
+        spoilt: whether a loss that led to them was not finite, the same on all ranks.
 
         grad_norm (before clipping), clip_coef (1: not clipped; 0: skipped), param_norm (after the step), update_norm
         (of what was added to the parameters), learning_rate, step, skipped (0 or 1). Norms are global L2 norms, summed
@@ -98,6 +100,8 @@ class AdamW:
             clip_coef = min(1.0, args.grad_clip_norm / (grad_norm + CLIP_EPS))
         # The norm bounds every element: below this no square overflows, which would freeze its parameter without a
         # word, and the new moments, weighted means of finite values, are finite. NaN fails the comparison too.
+        if spoilt:
+            return self._skip(args, grad_norm, "a loss that led to the gradients is not finite")
         if not grad_norm * clip_coef <= math.sqrt(largest):
             return self._skip(
                 args, grad_norm, f"the gradient norm is {grad_norm:g}: not finite, or its square overflows"

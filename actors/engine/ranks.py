@@ -41,6 +41,10 @@ class Ranks:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
+    def any(self, here: bool) -> bool:
+        """Whether it is so on any rank."""
+        return bool(self.sum_(torch.tensor(float(here), device=self.device)))
+
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor (of one shape), on every rank."""
         if self.size == 1:
@@ -77,7 +81,7 @@ class Ranks:
             cause = error
             failure = _as_typed(error)
         # One number tells all ranks whether there is anything to tell; the errors themselves travel only then.
-        if not self.sum_(torch.tensor(float(failure is not None), device=self.device)):
+        if not self.any(failure is not None):
             return cast(T, value)
         failures: list[TinsmithError | None] = [failure]
         if self.size > 1:

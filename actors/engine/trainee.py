@@ -34,6 +34,8 @@ class Trainee(ABC):
         self.optimizer = self.fresh_optimizer()
         self.pending = 0
         """forward_backward commands since the last step."""
+        self.spoilt = False
+        """Whether the loss of any of them was not finite, on any rank."""
 
     @abstractmethod
     def activate(self) -> None:

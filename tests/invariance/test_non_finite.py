@@ -63,6 +63,29 @@ def test_it_is_refused_by_all_ranks_and_changes_nothing(
 
 
 @SPECS
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_registered_loss_that_is_nan_on_one_rank_stops_the_step_also_where_its_gradient_is_finite(
+    group_of: Groups, base_of: Bases, lora: dict | None, world: int
+) -> None:
+    def batch(*levels: float) -> Call:
+        shared = {"target_tokens": [4, 5, 6], "advantages": [1.0, -0.5, 0.5]}
+        return forward_backward([Datum([3, 4, 5], {**shared, "level": [level] * 3}) for level in levels], "levelled")
+
+    calls = [create("m", lora), batch(1.0, 1.0), step(lr=1e-2), *LOOK]
+    calls += [batch(1.0, 1.0), batch(1.0, -1.0, 1.0), batch(1.0), Call("gradients"), step(lr=1e-2), *LOOK]
+    calls += [batch(1.0, 1.0, 1.0), step(lr=1e-2)]
+    answers = group_of(world).run(base_of("llama"), calls)
+    spoilt, gradients, refused = answers[6], answers[8], answers[9]
+    assert math.isnan(spoilt.metrics["loss:sum"])
+    assert all(np.isfinite(tensor).all() for tensor in gradients.tensors.values())
+    assert isinstance(refused.error, NonFinite)
+    assert "loss" in refused.error.message
+    assert_unchanged(answers[3:5], answers[10:12])
+    assert answers[-1].error is None
+    assert answers[-1].metrics["step"] == 2
+
+
+@SPECS
 def test_skip_leaves_the_step_out_says_so_and_abort_after_ends_it(
     group_of: Groups, base_of: Bases, lora: dict | None
 ) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tinsmith.actors.engine.engine import Engine
+from tinsmith.actors.engine.losses import Config, Loss, LossOutput, LossRegistry, TokenInputs, keep
 from tinsmith.actors.engine.trainee import gather, write_into
 from tinsmith.actors.planner import Plan
 from tinsmith.actors.step import Reply
@@ -59,13 +60,21 @@ def serve(pipe: Connection, rank: int, world: int, port: int) -> None:
 
 def _case(engines: dict[Path, Engine], mesh: DeviceMesh, path: Path, orders: list[Order]) -> list[Reply]:
     if path not in engines:
-        engines[path] = Engine(path, alias=ALIAS, mesh=mesh)
+        losses = LossRegistry.builtin()
+        losses.register(Loss("levelled", levelled, required=("advantages", "level")))
+        engines[path] = Engine(path, alias=ALIAS, mesh=mesh, losses=losses)
     engine = engines[path]
     try:
         return [_carry_out(engine, order) for order in orders]
     finally:
         for model in engine.models():
             engine.unload(model)
+
+
+def levelled(tokens: TokenInputs, config: Config) -> LossOutput:
+    """A loss with a term that no weight moves: NaN where the level is below 0, and its gradient finite all the same."""
+    gain = keep(tokens.mask, tokens.logprobs) * tokens.inputs["advantages"]
+    return LossOutput(torch.log(keep(tokens.mask, tokens.inputs["level"]) + ~tokens.mask) - gain, tokens.mask, {})
 
 
 def _carry_out(engine: Engine, order: Order) -> Reply:

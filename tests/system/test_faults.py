@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,19 @@ async def train(model: Model, first: int, last: int) -> list[dict[str, float]]:
 
 
 async def told(client: Client) -> dict[str, Any]:
-    status = await client.status()
-    assert status is not None
-    return status
+    """The status as of now, not of a moment ago."""
+    return await said(client, lambda status: True)
+
+
+async def said(client: Client, wanted: Callable[[dict[str, Any]], bool], seconds: float = 60) -> dict[str, Any]:
+    """The first status from now on that is as wanted; the service writes one every two seconds."""
+    asked = time.time()
+    async with asyncio.timeout(seconds):
+        while True:
+            status = await client.status()
+            if status is not None and status["at"] >= asked and wanted(status):
+                return status
+            await asyncio.sleep(0.1)
 
 
 async def test_a_killed_rank_changes_no_weight(client: Client) -> None:
@@ -120,11 +131,33 @@ async def _own_when_free(client: Client, model: str) -> int:
 async def test_a_killed_sampler_is_replaced_and_its_requests_are_answered(client: Client) -> None:
     calls = [client.sample([1, 2, 3], max_tokens=60, seed=n, stop=[]) for n in range(8)]
     expected = await asyncio.gather(*calls)
+    before = (await told(client))["sampler"]
     calls = [client.sample([1, 2, 3], max_tokens=60, seed=n, stop=[]) for n in range(8)]
-    await calls[0]
-    os.kill((await told(client))["sampler"]["pids"][0], signal.SIGKILL)
+    await asyncio.sleep(0)
+    os.kill(before["pids"][0], signal.SIGKILL)
     got = await asyncio.gather(*calls)
     assert [s.sequences[0].tokens.tolist() for s in got] == [s.sequences[0].tokens.tolist() for s in expected]
+
+
+async def test_a_sampler_that_dies_while_nothing_is_asked_is_replaced_at_once(client: Client) -> None:
+    before = (await told(client))["sampler"]
+    os.kill(before["pids"][0], signal.SIGKILL)
+    after = (await said(client, lambda status: status["sampler"]["pids"] != before["pids"]))["sampler"]
+    assert after["replicas_lost"] == before["replicas_lost"] + 1
+    assert (await client.sample([1], max_tokens=1)).sequences
+
+
+async def test_a_stream_whose_sampler_is_killed_goes_on_and_tells_no_token_twice(client: Client) -> None:
+    asked: dict[str, Any] = {"n": 4, "max_tokens": 200, "stop": []}
+    before = (await told(client))["sampler"]
+    tokens: dict[int, list[int]] = {index: [] for index in range(4)}
+    async for part in client.stream([1, 2, 3], **asked):
+        assert part.at == len(tokens[part.index])
+        tokens[part.index] += part.tokens
+        if part.index == 0 and part.at == 10:
+            os.kill(before["pids"][0], signal.SIGKILL)
+    assert [len(of_one) for of_one in tokens.values()] == [200] * 4
+    assert (await told(client))["sampler"]["replicas_lost"] == before["replicas_lost"] + 1
 
 
 async def test_a_killed_bus_server_comes_back_with_every_accepted_command(client: Client, fragile: Service) -> None:
