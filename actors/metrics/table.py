@@ -25,7 +25,8 @@ not finite is published as it is and flagged in the event.
 Over several chunks the Tinker SDK adds `:sum`, takes the extremes of `:min` and `:max`, and weighs `:mean` by datums,
 not by tokens. So the exact mean of several chunks is `x:sum` divided by the sum of its weight, and the exact standard
 deviation is `sqrt(x_squares:sum / n - (x:sum / n)^2)` with `n` the sum of its weight. *Beside* marks keys that are
-published for that purpose.
+published for that purpose. A chunk in which no token bears loss has no mean, minimum or maximum, and the SDK drops a
+key that any chunk lacks; sums and counts are in every chunk.
 """
 
 
