@@ -25,8 +25,8 @@ from tinsmith.bus.errors import Cancelled, CommandFailed, InvalidInput, Tinsmith
 from tinsmith.bus.parts import Part
 
 if TYPE_CHECKING:
-    from tinsmith.actors.engine.generate import Generator
     from tinsmith.actors.engine.sample_request import Finished
+    from tinsmith.actors.engine.sampling_engine import SamplingEngine
 
 Sampled = tuple[dict[str, Any], bytes]
 """(the event's result, the body: tokens and log-probs as the envelope's page describes them)."""
@@ -42,7 +42,7 @@ class _Call:
     future: Future[Sampled]
     tell: Callable[[Sequence[Part]], object] | None
     """Where its parts go; None when it is not streamed."""
-    generator: Generator | None = None
+    generator: SamplingEngine | None = None
 
 
 class SamplerReplica:
@@ -54,7 +54,7 @@ class SamplerReplica:
         self._arrived: list[_Call] = []
         self._unwanted: list[str] = []
         self._waiting: dict[str, _Call] = {}
-        self._generators: dict[str, Generator] = {}
+        self._generators: dict[str, SamplingEngine] = {}
         self._thread: threading.Thread | None = None
 
     async def load(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class SamplerReplica:
         torch.set_num_threads(self._options.sampler_threads)
         self._generators["base"] = self._generator(Path(self._options.model_path))
 
-    def _generator(self, path: Path) -> Generator:
+    def _generator(self, path: Path) -> SamplingEngine:
         import torch
 
         from tinsmith.actors.engine.base import has_tokenizer, load_base, load_tokenizer
@@ -176,7 +176,7 @@ class SamplerReplica:
             call.generator.cancel(command)
             call.future.set_exception(Cancelled("it was stopped on request"))
 
-    def _serving(self, version: str) -> tuple[Generator, str]:
+    def _serving(self, version: str) -> tuple[SamplingEngine, str]:
         """Who generates for a version: the base with its adapters, or the version's own whole model."""
         from tinsmith.actors.engine.versions import is_adapter
 
@@ -195,7 +195,7 @@ class SamplerReplica:
             self._generators[version] = self._generator(path)
         return self._generators[version], "base"
 
-    def _advance(self, generator: Generator) -> None:
+    def _advance(self, generator: SamplingEngine) -> None:
         from tinsmith.actors.engine.sample_request import Finished
 
         try:
