@@ -21,7 +21,7 @@ from tinsmith.actors.options import ServiceOptions
 from tinsmith.bus.codec import decode, encode, pack_ragged
 from tinsmith.bus.commands import SampleArgs, parse_args
 from tinsmith.bus.envelope import Kind
-from tinsmith.bus.errors import Cancelled, CommandFailed, InvalidInput, TinsmithError, UnknownVersion
+from tinsmith.bus.errors import Cancelled, CommandFailed, InvalidInput, TinsmithError
 from tinsmith.bus.parts import Part
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class SamplerReplica:
         return Generator(
             load_base(path, name=self._options.alias).module.to(device),
             load_tokenizer(tokenizer) if has_tokenizer(tokenizer) else None,
-            locate=self._options.version_dir,
+            locate=self._locate,
             max_rows=self._options.sampler_rows,
         )
 
@@ -178,22 +178,28 @@ class SamplerReplica:
 
     def _serving(self, version: str) -> tuple[SamplingEngine, str]:
         """Who generates for a version: the base with its adapters, or the version's own whole model."""
-        from tinsmith.actors.engine.versions import is_adapter
+        from tinsmith.actors.engine.versions import is_adapter, key_of
 
         if version == "base":
             return self._generators["base"], version
         path = self._options.version_dir(version)
-        if not path.is_dir():
-            raise UnknownVersion(
-                f"there is no version {version!r}", remedy="Name one that publish returned, or 'base'.", field="version"
-            )
+        key = key_of(version, path)
         if is_adapter(path):
-            return self._generators["base"], version
-        if version not in self._generators:
+            return self._generators["base"], key
+        if key not in self._generators:
             for idle in [key for key, g in self._generators.items() if key != "base" and not g.busy]:
                 del self._generators[idle]
-            self._generators[version] = self._generator(path)
-        return self._generators[version], "base"
+            self._generators[key] = self._generator(path)
+        return self._generators[key], "base"
+
+    def _locate(self, key: str) -> Path:
+        """The directory of a version's key, while it is the one that lies there."""
+        from tinsmith.actors.engine.versions import key_of, name_of, unpublished
+
+        path = self._options.version_dir(name_of(key))
+        if key_of(name_of(key), path) != key:
+            raise unpublished(key)
+        return path
 
     def _advance(self, generator: SamplingEngine) -> None:
         from tinsmith.actors.engine.sample_request import Finished

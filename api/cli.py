@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tinsmith.api import export as exporting
 from tinsmith.api import serve as serving
 from tinsmith.bus.errors import Gap, TinsmithError
+
+KEYS_SHOWN = 8
+"""Keys of one kind that `tinsmith keys` lists one by one in a group, unless it is asked for all."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,6 +53,15 @@ def _parser() -> argparse.ArgumentParser:
     watch.add_argument("--models", nargs="*", default=None, help="only these models")
     watch.add_argument("--count", type=int, default=None, help="end after so many events")
     watch.set_defaults(run=lambda args: asyncio.run(_watch(args)))
+
+    keys = commands.add_parser("keys", help="what lies on the bus: its keys, their sizes and meaning")
+    _address(keys)
+    keys.add_argument("--all", action="store_true", help="every key; else many of one kind are summed up in a line")
+    keys.set_defaults(run=lambda args: asyncio.run(_keys(args)))
+
+    export = commands.add_parser("export", help="a checkpoint or version as a PEFT adapter or a whole HF model")
+    exporting.add_arguments(export)
+    export.set_defaults(run=exporting.run)
 
     metrics = commands.add_parser("metrics", help="the catalogue of metrics")
     metrics.add_argument("--overlay", action="append", default=[], metavar="TOML", help="with this overlay applied")
@@ -106,6 +119,18 @@ async def _status(args: argparse.Namespace) -> int:
         print("the bus answers, but no service runs on it", file=sys.stderr)
         return 1
     _print_tree(status)
+    return 0
+
+
+async def _keys(args: argparse.Namespace) -> int:
+    from tinsmith.api.address import resolve_url
+    from tinsmith.api.http.store import KEYS as HTTP_KEYS
+    from tinsmith.bus.connection import open_bus
+    from tinsmith.bus.inventory import as_text, take_inventory
+
+    async with await open_bus(resolve_url(args.url), args.bus) as bus:
+        found = await take_inventory(bus, HTTP_KEYS)
+    print(as_text(found, most=None if args.all else KEYS_SHOWN))
     return 0
 
 

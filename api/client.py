@@ -40,7 +40,7 @@ from tinsmith.bus.codec import encode
 from tinsmith.bus.commands import parse_args
 from tinsmith.bus.connection import open_bus
 from tinsmith.bus.datum import Datum, pack_datums
-from tinsmith.bus.envelope import CONTROL_LANE, SAMPLE_LANE, Command, Event, Kind, new_id
+from tinsmith.bus.envelope import CONTROL_LANE, LANES, SAMPLE_LANE, Command, Event, Kind, new_id
 from tinsmith.bus.errors import Gap, TinsmithError
 from tinsmith.bus.events import Streamed
 from tinsmith.bus.inbox import Inbox
@@ -202,14 +202,16 @@ class Client:
             lengths=lengths,
         )
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        if model not in self._senders:
-            self._senders[model] = Sender(self._bus, self._inbox, self._submit_timeout)
+        # A cancel must not overtake its object, so both lanes have one sender.
+        queue = SAMPLE_LANE if model in LANES else model
+        if queue not in self._senders:
+            self._senders[queue] = Sender(self._bus, self._inbox, self._submit_timeout)
         try:
             parse_args(kind, command.args)
         except TinsmithError as error:
             reply.set_exception(error.at(model=model, command=command.id))
         else:
-            self._senders[model].enqueue(command, body, reply)
+            self._senders[queue].enqueue(command, body, reply)
         return Pending(command, reply, read)
 
 

@@ -24,6 +24,8 @@ BASE = "base"
 """Key of the base model itself: no adapter."""
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_STAMP = "#"
+"""Parts a name, which can't hold it, from what tells a directory from the next of that name."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,30 @@ class Adapter:
     def nbytes(self) -> int:
         """Memory of all its weights, bytes."""
         return sum(a.nbytes + b.nbytes for a, b in self.weights.values())
+
+
+def key_of(name: str, path: Path) -> str:
+    """Key of the version that lies in the directory `path` under a name now: one that is published later under the same
+    name, after this one was deleted, has another. Raises UnknownVersion when there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        raise unpublished(name) from None
+    return f"{name}{_STAMP}{found.st_ino:x}.{found.st_ctime_ns:x}"
+
+
+def name_of(key: str) -> str:
+    """The name in a key."""
+    return key.partition(_STAMP)[0]
+
+
+def unpublished(key: str) -> UnknownVersion:
+    """The error for a version that is not there."""
+    return UnknownVersion(
+        f"no version {name_of(key)!r} is published",
+        remedy="Sample from a version that publish returned, or from 'base'.",
+        field="version",
+    )
 
 
 Groups = Sequence[tuple[torch.Tensor | None, Adapter]]
@@ -60,7 +86,7 @@ def load_adapter(path: Path, key: str, model: nn.Module) -> Adapter:
         tensors = load_file(path / _WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
         raise UnknownVersion(
-            f"version {key!r} can't be read: {error}", remedy="Publish it again.", field="version"
+            f"version {name_of(key)!r} can't be read: {error}", remedy="Publish it again.", field="version"
         ) from error
     scale = _scale(config, key)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -105,7 +131,7 @@ def _scale(config: Mapping[str, Any], key: str) -> float:
 
 def _unfit(key: str, why: str) -> UnsupportedModel:
     return UnsupportedModel(
-        f"adapter {key!r} does not fit: {why}",
+        f"adapter {name_of(key)!r} does not fit: {why}",
         remedy="Publish plain LoRA weights of this base model's linear layers.",
         field="version",
     )
@@ -129,14 +155,10 @@ class Versions:
             return
         path = self._locate(key)
         if not path.is_dir():
-            raise UnknownVersion(
-                f"no version {key!r} is published",
-                remedy="Sample from a version that publish returned.",
-                field="version",
-            )
+            raise unpublished(key)
         if not is_adapter(path):
             raise InvalidInput(
-                f"version {key!r} is a whole model", remedy="Load it as a model of its own.", field="version"
+                f"version {name_of(key)!r} is a whole model", remedy="Load it as a model of its own.", field="version"
             )
 
     def get(self, key: str) -> Adapter | None:

@@ -6,13 +6,13 @@ The disk decides what exists: a folder is whole or absent. The store only annota
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tinsmith.api.http.leftovers import delete_folder
 from tinsmith.api.http.names import UNNAMED_PREFIX, PathKind, TinkerPath
 from tinsmith.api.http.records import ModelRecord, SaveRecord
 from tinsmith.api.http.settings import HttpSettings
@@ -56,17 +56,36 @@ def iso(seconds: float) -> str:
 def saved(settings: HttpSettings, model: str, saves: Mapping[str, Sequence[SaveRecord]]) -> list[Saved]:
     """All that exists of a model, oldest first; versions that its client did not name are its samplers' own."""
     found = []
+    for path in _named(settings, model):
+        one = look(settings, path, saves.get(path.checkpoint_id, ()))
+        if one is not None:
+            found.append(one)
+    return sorted(found, key=lambda one: one.at)
+
+
+def look(settings: HttpSettings, path: TinkerPath, records: Sequence[SaveRecord]) -> Saved | None:
+    """One checkpoint or version, with the one of its records that it is from; None when it does not exist."""
+    place = settings.folder(path.kind, path.place)
+    try:
+        at = place.stat().st_mtime
+        size = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+    except FileNotFoundError:
+        return None  # Never there, or deleted this moment.
+    return Saved(path, at, size, effective(records, _seq(place)))
+
+
+def has_saves(settings: HttpSettings, model: str) -> bool:
+    """Whether any checkpoint or version that a client named exists of a model."""
+    return any(True for _ in _named(settings, model))
+
+
+def _named(settings: HttpSettings, model: str) -> Iterator[TinkerPath]:
     for kind in KINDS:
         folder = settings.folder(kind, model)
         for place in folder.iterdir() if folder.is_dir() else ():
             unnamed = kind == "sampler_weights" and place.name.startswith(UNNAMED_PREFIX)
-            if place.name.startswith(".") or unnamed or not place.is_dir():
-                continue
-            path = TinkerPath(model, kind, place.name)
-            size = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
-            record = effective(saves.get(path.checkpoint_id, ()), _seq(place))
-            found.append(Saved(path, place.stat().st_mtime, size, record))
-    return sorted(found, key=lambda one: one.at)
+            if not place.name.startswith(".") and not unnamed and place.is_dir():
+                yield TinkerPath(model, kind, place.name)
 
 
 def effective(records: Sequence[SaveRecord], seq: int | None) -> SaveRecord | None:
@@ -86,16 +105,11 @@ def _seq(folder: Path) -> int | None:
 
 
 def remove(settings: HttpSettings, path: TinkerPath) -> bool:
-    """Delete a checkpoint or version; False when there is none."""
-    folder = settings.folder(path.kind, path.place)
-    if not folder.is_dir():
-        return False
-    # Renamed first, so that whoever lists or loads meanwhile never finds half of it.
-    gone = folder.with_name(f".{folder.name}.deleted")
-    shutil.rmtree(gone, ignore_errors=True)
-    folder.rename(gone)
-    shutil.rmtree(gone)
-    return True
+    """Delete a checkpoint or version; False when there is none.
+
+    A sampler that has read it goes on to the end of what it samples; whoever asks for it from now on is refused.
+    """
+    return delete_folder(settings.folder(path.kind, path.place))
 
 
 def remove_unnamed(settings: HttpSettings, model: str) -> None:

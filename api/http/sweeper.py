@@ -1,4 +1,5 @@
-"""The chores of the HTTP door: sessions that fell silent are ended, checkpoints whose time is over are deleted.
+"""The chores of the HTTP door: sessions that fell silent are ended, checkpoints and versions whose time is over are
+deleted, and so is what nothing holds any more (leftovers.py).
 
 Any replica may do them, one at a time; each step may be repeated after a crash.
 """
@@ -8,29 +9,35 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import cast
 
-from tinsmith.api.http.catalog import remove, remove_unnamed, saved
+from tinsmith.api.http.catalog import has_saves, look, remove, remove_unnamed
 from tinsmith.api.http.door import Door
-from tinsmith.api.http.names import is_session_model, session_of
+from tinsmith.api.http.leftovers import collect
+from tinsmith.api.http.names import PathKind, TinkerPath, is_session_model, session_of
 from tinsmith.bus.envelope import Command, Kind
 from tinsmith.bus.errors import BusError, BusLost, InvalidInput
 
 log = logging.getLogger("tinsmith.http")
 
 SWEEP_SECONDS = 10
+COLLECT_SECONDS = 600
+"""How often the whole state folder is looked through."""
 RUN_SECONDS = 7 * 86400
 """How long a training run without checkpoints is listed after its session is over."""
 
 
 async def sweep_for_ever(door: Door) -> None:
-    """Sweep now and then; a bus that can't be reached only delays it."""
+    """Sweep now and then; a bus that can't be reached, or a disk that fails, only delays it."""
     while True:
         try:
             if await door.store.claim("sweep", SWEEP_SECONDS - 1):
                 await sweep(door, time.time())
+            if await door.store.claim("collect", COLLECT_SECONDS - 1):
+                await collect(door, time.time())
         except BusLost:
             raise
-        except BusError as error:
+        except (BusError, OSError) as error:
             log.warning("chores were put off: %s", error)
         await asyncio.sleep(SWEEP_SECONDS)
 
@@ -59,17 +66,24 @@ async def end_session(door: Door, session: str) -> None:
 
 
 async def _expire(door: Door, model: str, now: float) -> None:
-    saves = await door.store.saves(model)
-    everything = await asyncio.to_thread(saved, door.settings, model, saves)
+    for checkpoint_id, records in (await door.store.saves(model)).items():
+        if not any(record.expires_at is not None and record.expires_at <= now for record in records):
+            continue
+        kind, _, name = checkpoint_id.partition("/")
+        path = TinkerPath(model, cast(PathKind, kind), name)
+        one = await asyncio.to_thread(look, door.settings, path, records)
+        if one is None:
+            # It went with its session, or is still to be written: then it needs what was said of it.
+            over = all(record.at < now - RUN_SECONDS for record in records)
+        else:
+            over = one.record is not None and one.record.expires_at is not None and one.record.expires_at <= now
+            if over:
+                await asyncio.to_thread(remove, door.settings, path)
+        if over:
+            await door.store.put_saves(model, checkpoint_id, [])
     record = await door.store.model(model)
-    forgotten = record is not None and record.created < now - RUN_SECONDS and is_session_model(model)
-    if forgotten and not everything and await door.store.last_seen(session_of(model)) is None:
+    if record is None or record.created >= now - RUN_SECONDS or not is_session_model(model):
+        return
+    over = await door.store.last_seen(session_of(model)) is None
+    if over and not await asyncio.to_thread(has_saves, door.settings, model):
         await door.store.drop_model(model)
-    over = [
-        one
-        for one in everything
-        if one.record is not None and one.record.expires_at is not None and one.record.expires_at <= now
-    ]
-    for one in over:
-        await asyncio.to_thread(remove, door.settings, one.path)
-        await door.store.put_saves(model, one.path.checkpoint_id, [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -76,4 +77,24 @@ async def test_only_samples_that_exist_can_be_cancelled(client: Client) -> None:
     await backward
     with pytest.raises(errors.InvalidInput, match="Only samples"):
         await client.cancel(backward)  # type: ignore[arg-type]
+    await model.unload()
+
+
+async def test_a_name_that_is_published_again_after_its_deletion_gives_the_new_weights(
+    client: Client, service: Service
+) -> None:
+    model = await client.create_model("tiny", name="again", lora_rank=4)
+
+    async def said() -> list[float]:
+        return list((await client.sample([3, 4], version="again/v", max_tokens=4, seed=1)).sequences[0].logprobs)
+
+    await model.publish("v")
+    before = await said()
+    model.forward_backward(supervised(1), "cross_entropy")
+    await model.optim_step(lr=0.1)
+    shutil.rmtree(service.state / "published" / "again" / "v")
+    with pytest.raises(errors.UnknownVersion):
+        await said()
+    await model.publish("v")
+    assert await said() != before
     await model.unload()

@@ -27,6 +27,13 @@ COUNTERS = {
     "replicas_lost": "Samplers that died.",
 }
 
+DISK = {
+    "checkpoints_bytes": "Disk taken by checkpoints.",
+    "versions_bytes": "Disk taken by published versions.",
+    "snapshots_bytes": "Disk taken by automatic snapshots.",
+    "free_bytes": "Free space on the disk of the state folder.",
+}
+
 
 @router.get("/health")
 async def health(request: Request) -> Response:
@@ -42,7 +49,8 @@ async def health(request: Request) -> Response:
         return json_response({"status": "no service", "bus": bus}, 503)
     trainer = {key: value for key, value in status["trainer"].items() if key not in ("pid", "pids")}
     answer = {"status": "ok", "base": status["base"], "since": status["since"], "models": len(status["models"])}
-    return json_response({**answer, "trainer": trainer, "sampler": status["sampler"], "bus": bus})
+    parts = {"trainer": trainer, "sampler": status["sampler"], "disk": status["disk"], "bus": bus}
+    return json_response({**answer, **parts})
 
 
 @router.get("/metrics")
@@ -60,6 +68,7 @@ async def metrics(request: Request) -> Response:
     if status is not None:
         gauges["models"] = ("Models held.", len(status["models"]))
         gauges["sampling"] = ("Requests with the samplers.", sum(status["sampler"]["busy"]))
+        gauges.update({f"disk_{name}": (text, status["disk"][name]) for name, text in DISK.items() if status["disk"]})
         told = {**status["trainer"], **status["sampler"]}
         counters = {f"{name}_total": (text, told[name]) for name, text in COUNTERS.items() if name in told}
     return PlainTextResponse(_exposition(gauges, "gauge") + _exposition(counters, "counter"))
