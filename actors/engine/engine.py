@@ -23,7 +23,8 @@ from tinsmith.actors.engine.lora import AdapterBank
 from tinsmith.actors.engine.losses import Config, Evaluation, Loss, LossRegistry, TokenInputs, evaluate
 from tinsmith.actors.engine.ranks import Ranks
 from tinsmith.actors.engine.scorer import Reshard, Scorer, checkpoint_layers, shard
-from tinsmith.actors.engine.trainee import FullTrainee, LoraTrainee, Trainee, gather, write_into
+from tinsmith.actors.engine.state import put_gradients, put_state, read_state, write_state
+from tinsmith.actors.engine.trainee import FullTrainee, LoraTrainee, Trainee
 from tinsmith.actors.planner import Plan, plan_batch
 from tinsmith.bus.commands import CreateModelArgs, ForwardArgs, OptimStepArgs
 from tinsmith.bus.datum import Datum
@@ -183,11 +184,11 @@ class Engine:
 
     def save(self, model: str, path: str | Path, meta: dict[str, Any] | None = None) -> None:
         """A checkpoint directory: weights, optimizer, `meta`. An existing one is replaced."""
-        self._write(self._get(model), Path(path), meta or {}, gradients=False)
+        write_state(self._get(model), self.base, self.ranks, Path(path), meta or {}, gradients=False)
 
     def snapshot(self, model: str, path: str | Path, meta: dict[str, Any] | None = None) -> None:
         """A checkpoint directory with the accumulated gradients as well: all that `restore` needs."""
-        self._write(self._get(model), Path(path), meta or {}, gradients=True)
+        write_state(self._get(model), self.base, self.ranks, Path(path), meta or {}, gradients=True)
 
     def load(self, model: str, path: str | Path, *, optimizer: bool) -> dict[str, Any]:
         """Take a checkpoint's weights, and the optimizer's state or a fresh one; gradients are dropped.
@@ -195,8 +196,8 @@ class Engine:
         Returns the `meta` of save. Raises UnknownVersion, DamagedCheckpoint, InvalidInput (of another kind or shape).
         """
         it = self._get(model)
-        tensors, meta = self.ranks.each(lambda: self._read(it.args, it, Path(path)))
-        self._take(it, tensors, optimizer=optimizer)
+        tensors, meta = self.ranks.each(lambda: read_state(it, it.args, Path(path)))
+        put_state(it, tensors, optimizer=optimizer)
         return dict(meta["user"])
 
     def restore(self, model: str, path: str | Path) -> dict[str, Any]:
@@ -208,11 +209,9 @@ class Engine:
         if model not in self._models:
             self.create(model, args)
         it = self._models[model]
-        tensors, meta = self.ranks.each(lambda: self._read(args, it, Path(path)))
-        self._take(it, tensors, optimizer=True)
-        it.pending, it.spoilt = int(meta["pending"]), bool(meta.get("spoilt", False))
-        if it.pending:
-            it.put_gradient_tensors(_under(tensors, "grad"))
+        tensors, meta = self.ranks.each(lambda: read_state(it, args, Path(path)))
+        put_state(it, tensors, optimizer=True)
+        put_gradients(it, tensors, meta)
         return dict(meta["user"])
 
     def publish(self, model: str, path: str | Path) -> None:
@@ -253,62 +252,6 @@ class Engine:
 
     def _evaluate(self, loss: Loss, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, config: Config) -> Evaluation:
         return evaluate(loss, TokenInputs(logprobs, entropy, batch.inputs, batch.mask), config)
-
-    def _write(self, it: Trainee, path: Path, meta: dict[str, Any], *, gradients: bool) -> None:
-        groups: dict[str, dict[str, Tensor]] = {
-            "param": {name: param.detach() for name, param in it.params.items()},
-            "optimizer": it.optimizer.state_dict(),
-            "grad": it.gradient_tensors() if gradients and it.pending else {},
-        }
-        tensors: dict[str, Tensor] = {}
-        for group, members in groups.items():
-            for name, member in members.items():
-                whole = gather(member)
-                if self.ranks.rank == 0:
-                    tensors[f"{group}/{name}"] = whole.cpu()
-        described = {
-            "args": it.args.model_dump(),
-            "base": asdict(self.base),
-            "pending": it.pending if gradients else 0,
-            "spoilt": it.spoilt and gradients,
-            "user": meta,
-        }
-        self.ranks.first(lambda: checkpoint.write(path, tensors, described))
-
-    def _read(self, args: CreateModelArgs, it: Trainee, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors, meta = checkpoint.read(path)
-        saved = CreateModelArgs.model_validate(meta["args"])
-        if (saved.base, saved.lora and _shape(saved)) != (args.base, args.lora and _shape(args)):
-            raise InvalidInput(
-                f"the checkpoint is of base {saved.base!r} with lora {saved.lora}, the model of {args.base!r} with "
-                f"lora {args.lora}",
-                remedy="Load it into a model that was created with the same base and lora arguments.",
-                field="checkpoint",
-            )
-        shapes = {name: tuple(t.shape) for name, t in _under(tensors, "param").items()}
-        if shapes != {name: tuple(p.shape) for name, p in it.params.items()}:
-            raise InvalidInput("the checkpoint's parameters are not this model's", field="checkpoint")
-        return tensors, meta
-
-    def _take(self, it: Trainee, tensors: dict[str, Tensor], *, optimizer: bool) -> None:
-        fresh = it.fresh_optimizer()
-        if optimizer:
-            fresh.load_state_dict(_under(tensors, "optimizer"))
-        for name, whole in _under(tensors, "param").items():
-            write_into(it.params[name], whole)
-        it.optimizer = fresh
-        it.changed()
-        it.clear_gradients()
-        it.pending, it.spoilt = 0, False
-
-
-def _shape(args: CreateModelArgs) -> dict[str, Any]:
-    """What of the LoRA arguments a checkpoint must share: all but the seed, which only chose the first weights."""
-    return args.lora.model_dump(exclude={"seed"}) | {"alpha": args.lora.scale} if args.lora is not None else {}
-
-
-def _under(tensors: dict[str, Tensor], group: str) -> dict[str, Tensor]:
-    return {key.partition("/")[2]: value for key, value in tensors.items() if key.partition("/")[0] == group}
 
 
 def _reraise(failure: Exception | None) -> None:

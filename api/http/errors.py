@@ -11,6 +11,7 @@ from tinsmith.api.http.responses import HttpError, json_response
 from tinsmith.bus.errors import (
     BusError,
     Busy,
+    DiskFull,
     InvalidInput,
     NonFinite,
     TinsmithError,
@@ -33,6 +34,8 @@ def status_of(error: TinsmithError) -> int:
             return 429
         case BusError():
             return 503
+        case DiskFull():
+            return 507
     return 500
 
 

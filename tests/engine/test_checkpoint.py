@@ -17,7 +17,7 @@ from tinsmith.actors.engine import checkpoint
 from tinsmith.actors.engine.engine import Engine
 from tinsmith.actors.engine.trainee import gather
 from tinsmith.bus.commands import CreateModelArgs, ForwardArgs, LoraSpec, OptimStepArgs
-from tinsmith.bus.errors import CommandFailed, DamagedCheckpoint, InvalidInput, NoGradients, UnknownVersion
+from tinsmith.bus.errors import CommandFailed, DamagedCheckpoint, InvalidInput, NoGradients, NonFinite, UnknownVersion
 
 LORA = CreateModelArgs(base="tiny", lora=LoraSpec(rank=4, seed=1), metadata={"who": "me"})
 FULL = CreateModelArgs(base="tiny")
@@ -107,6 +107,21 @@ def test_a_snapshot_goes_on_with_another_number_of_ranks(llama: Path, tmp_path: 
     for got in run_ranks(3, restore_elsewhere, llama, tmp_path):
         for name, value in expected.items():
             np.testing.assert_allclose(got[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_that_must_not_be_taken_is_not_taken_after_a_restart_either(llama: Path, tmp_path: Path) -> None:
+    engine = engine_of(llama)
+    engine.create("m", LORA)
+    forward(engine, 0)
+    engine._models["m"].spoilt = True
+    engine.snapshot("m", tmp_path / "snapshot")
+    again = engine_of(llama)
+    again.restore("m", tmp_path / "snapshot")
+    for one in (engine, again):
+        with pytest.raises(NonFinite, match="loss"):
+            one.optim_step("m", STEP)
+        forward(one, 1)
+        assert one.optim_step("m", STEP)["step"] == 1
 
 
 def test_a_checkpoint_of_another_shape_is_refused_and_changes_nothing(llama: Path, tmp_path: Path) -> None:
