@@ -13,7 +13,21 @@ from fastapi import FastAPI
 from tinsmith.api.http.door import Door
 from tinsmith.api.http.errors import answer_http_error, answer_typed_error
 from tinsmith.api.http.responses import HttpError
-from tinsmith.api.http.routes import futures, health, native, openai, rest, sampling, session, training
+from tinsmith.api.http.routes import (
+    copies,
+    external,
+    futures,
+    health,
+    native,
+    openai,
+    refused,
+    rest,
+    sampling,
+    session,
+    sessions,
+    trace,
+    training,
+)
 from tinsmith.api.http.settings import HttpSettings
 from tinsmith.api.http.sweeper import sweep_for_ever
 from tinsmith.bus.errors import TinsmithError
@@ -36,7 +50,8 @@ def make_app(settings: HttpSettings) -> FastAPI:
             await app.state.door.close()
 
     app = FastAPI(title="Tinsmith", lifespan=lifespan, openapi_url=None)
-    for part in (session, training, futures, sampling, rest, native, openai, health):
+    tinker = (session, training, futures, sampling, sessions, trace, copies, rest, external, refused)
+    for part in (*tinker, native, openai, health):
         app.include_router(part.router)
     app.add_exception_handler(HttpError, answer_http_error)
     app.add_exception_handler(TinsmithError, answer_typed_error)

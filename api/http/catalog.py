@@ -112,11 +112,11 @@ def remove(settings: HttpSettings, path: TinkerPath) -> bool:
     return delete_folder(settings.folder(path.kind, path.place))
 
 
-def remove_unnamed(settings: HttpSettings, model: str) -> None:
-    """Delete the versions that only a session's own samplers could name."""
+def remove_unnamed(settings: HttpSettings, model: str, held: frozenset[str]) -> None:
+    """Delete the versions that only a session's own samplers could name, but for those `held` (model/name)."""
     folder = settings.folder("sampler_weights", model)
     for place in list(folder.iterdir()) if folder.is_dir() else ():
-        if place.name.startswith(UNNAMED_PREFIX):
+        if place.name.startswith(UNNAMED_PREFIX) and f"{model}/{place.name}" not in held:
             remove(settings, TinkerPath(model, "sampler_weights", place.name))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import resource
@@ -30,6 +31,14 @@ def prepare_environment() -> None:
     """
     defaults = {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        # The application never blocks its loop: a thread of its own would only hand every message back and forth,
+        # which costs a replica a fifth of its time.
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+        # Each request would be told to a Python process that counts it for a dashboard; /metrics is our own.
+        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+        # Wake-ups of an idle service: ten times a second each, if left to Serve.
+        "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
         # Ends with the service, instead of half a minute after it.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
         "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "0.5",
@@ -89,7 +98,9 @@ def _run(settings: HttpSettings, host: str, port: int, replicas: int) -> None:
 
     # A plain function, which is how Serve knows that the replica is to make the application itself.
     def build() -> FastAPI:
-        return make_app(settings)
+        app = make_app(settings)
+        _prepare_replica()
+        return app
 
     deployment = serve.deployment(
         serve.ingress(build)(),
@@ -107,6 +118,18 @@ def _run(settings: HttpSettings, host: str, port: int, replicas: int) -> None:
     except RuntimeError as error:
         serve.shutdown()
         raise StartupError(f"the HTTP door did not come up: {error}", remedy="See Ray's logs.") from error
+
+
+def _prepare_replica() -> None:
+    """Make this process fit to hold thousands of requests at once."""
+    # Each of them is an open file.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    # Python's collector looks at everything that waits, again and again: with its defaults the price of one waiting
+    # future grows with their number. What was imported is never garbage.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 def check_port(host: str, port: int) -> None:

@@ -74,9 +74,7 @@ async def collect(door: Door, now: float) -> list[Path]:
     # Asked after the disk was looked at: what is held now was held then, or is too young to be touched.
     models = {model: await door.bus.meta(model) for model in {one.model for one in found}}
     sessions = frozenset(await door.store.sessions())
-    samplers = [await door.store.sampler(it) for one in sorted(sessions) for it in await door.store.samplers(one)]
-    sampled = frozenset(sampler.version for sampler in samplers if sampler is not None)
-    holders = Holders(models, sessions, sampled, since)
+    holders = Holders(models, sessions, await door.store.sampled(), since)
     due = [one for one in found if is_due(one, holders, now)]
     await asyncio.to_thread(take_away, due)
     return [one.path for one in due]

@@ -6,11 +6,13 @@
     request            <model>:<seq> or <sampling session>:<seq>; it is also the command's id on the bus
     refused request    x-<32 hex>: never became a command, the reason is in the store
 
-A path is tinker://<model>/<weights or sampler_weights>/<name>, the same thing as the place <model>/<name> on the bus.
+A path is tinker://<model>/<kind>/<name>, the same thing as the place <model>/<name> on the bus. External weights, a
+version that is downloaded and not sampled from, lie among the versions as `external.<name>`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -21,18 +23,26 @@ from tinsmith.bus.errors import InvalidInput
 REFUSED_PREFIX = "x-"
 UNNAMED_PREFIX = "@"
 """Begins the names of versions and checkpoints that the client did not name; a client's own may not."""
+EXTERNAL_PREFIX = "external."
+"""Begins the names under which external weights lie; a client's own may not."""
 
 _NAME = re.compile(f"^{NAME_PATTERN}$")
 _PATH = re.compile(r"^tinker://([^/]+)/([^/]+)/([^/]+)$")
 _SESSION_MODEL = re.compile(r"^s-[0-9a-f]{16}:train:\d+$")
 _UNNAMED_SAMPLER = re.compile(r"^(.+:train:\d+):sampler:(\d+)$")
 
-PathKind = Literal["weights", "sampler_weights"]
+PathKind = Literal["weights", "sampler_weights", "external_weights"]
+KINDS: tuple[PathKind, ...] = ("weights", "sampler_weights", "external_weights")
 
 
 def new_session_id() -> str:
     """A fresh session id that can't be guessed."""
     return f"s-{new_id()[:16]}"
+
+
+def copy_session_id(owner: str, key: str) -> str:
+    """The session that holds the copy which this owner asked for under this idempotency key."""
+    return f"s-{hashlib.blake2b(f'{owner}:{key}'.encode(), digest_size=8).hexdigest()}"
 
 
 def refused_id() -> str:
@@ -85,13 +95,23 @@ def given_name(name: object, seq: int) -> str:
     """The client's name for a checkpoint or version, or one made of `seq` when it gave none. Raises InvalidInput."""
     if name is None:
         return f"{UNNAMED_PREFIX}{seq}"
-    if not isinstance(name, str) or not is_name(name) or name.startswith(UNNAMED_PREFIX):
+    if not isinstance(name, str) or not is_name(name) or name.startswith((UNNAMED_PREFIX, EXTERNAL_PREFIX)):
         raise InvalidInput(
             f"{name!r} can't name a checkpoint",
-            remedy="Use letters, digits and . _ : @ - (128 at most), a letter or digit first.",
+            remedy="Use letters, digits and . _ : @ - (128 at most), a letter or digit first, not 'external.'.",
             field="path",
         )
     return name
+
+
+def external_name(name: object, seq: int) -> str:
+    """Under which name external weights lie that the client calls `name`. Raises InvalidInput."""
+    if name is None:
+        raise InvalidInput("the field is missing", field="path")
+    full = EXTERNAL_PREFIX + given_name(name, seq)
+    if not is_name(full):
+        raise InvalidInput(f"{name!r} is too long a name", remedy="Use 119 letters at most.", field="path")
+    return full
 
 
 @dataclass(frozen=True)
@@ -105,7 +125,21 @@ class TinkerPath:
     @property
     def place(self) -> str:
         """The checkpoint or version on the bus."""
-        return f"{self.model}/{self.name}"
+        return f"{self.model}/{self.stored.name}"
+
+    @property
+    def stored(self) -> TinkerPath:
+        """As what it lies on the disk: itself, or the version that external weights are."""
+        if self.kind != "external_weights":
+            return self
+        return TinkerPath(self.model, "sampler_weights", EXTERNAL_PREFIX + self.name)
+
+    @property
+    def shown(self) -> TinkerPath:
+        """As what its client knows it; the inverse of `stored`."""
+        if self.kind != "sampler_weights" or not self.name.startswith(EXTERNAL_PREFIX):
+            return self
+        return TinkerPath(self.model, "external_weights", self.name.removeprefix(EXTERNAL_PREFIX))
 
     @property
     def checkpoint_id(self) -> str:
@@ -119,11 +153,11 @@ class TinkerPath:
 def parse_path(text: object, *kinds: PathKind) -> TinkerPath:
     """The parts of a path of one of these kinds (none given: of any). Raises InvalidInput."""
     found = _PATH.match(text) if isinstance(text, str) else None
-    for kind in kinds or ("weights", "sampler_weights"):
+    for kind in kinds or KINDS:
         if found and found[2] == kind and is_name(found[1]) and is_name(found[3]):
             return TinkerPath(found[1], kind, found[3])
     raise InvalidInput(
         f"{text!r} is not such a path",
-        remedy=f"Use tinker://MODEL/{' or '.join(kinds or ('weights', 'sampler_weights'))}/NAME as a save returned it.",
+        remedy=f"Use tinker://MODEL/{' or '.join(kinds or KINDS)}/NAME as a save returned it.",
         field="path",
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from tinsmith.bus.commands import LoraSpec
+
+DEFAULT_PROJECT = "default"
+"""Of a session whose client named none."""
 
 
 class Record(BaseModel):
@@ -25,6 +28,15 @@ class SessionRecord(Record):
     tags: tuple[str, ...] = ()
     user_metadata: dict[str, Any] | None = None
     display_name: str | None = None
+    project: str = DEFAULT_PROJECT
+    """As its client said at first; it may have been moved since, see Store.projects."""
+
+
+class FinishRecord(Record):
+    """How a client said good-bye."""
+
+    reason: Literal["success", "errored", "interrupted"] = "success"
+    detail: str | None = None
 
 
 class ModelRecord(Record):

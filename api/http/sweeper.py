@@ -54,15 +54,21 @@ async def sweep(door: Door, now: float) -> None:
 
 
 async def end_session(door: Door, session: str) -> None:
-    """Unload its models, delete the versions that only its samplers used, forget it."""
-    for model in await door.store.models(session):
+    """Unload its models, forget it, delete the versions that only its own samplers used.
+
+    Versions go last: a crash before leaves them to be found as leftovers.
+    """
+    models = await door.store.models(session)
+    for model in models:
         command = Command(id=f"{model}:unload", model=model, kind=Kind.UNLOAD, seq=-1)
         try:
             await door.bus.submit(command)
         except InvalidInput as error:
             log.info("%s was unloaded before: %s", model, error)
-        await asyncio.to_thread(remove_unnamed, door.settings, model)
     await door.store.end_session(session)
+    held = await door.store.sampled()
+    for model in models:
+        await asyncio.to_thread(remove_unnamed, door.settings, model, held)
 
 
 async def _expire(door: Door, model: str, now: float) -> None:

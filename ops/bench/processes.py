@@ -33,6 +33,13 @@ def own_processes(state: str) -> dict[str, psutil.Process]:
     return found
 
 
+def door_processes(state: str) -> list[psutil.Process]:
+    """The replicas of a service's HTTP door, and the proxy before them."""
+    started = service_process(state).children(recursive=True)
+    words = [(process, process.cmdline()) for process in started]
+    return [process for process, line in words if line and re.match(r"ray::ServeReplica|(.*/)?haproxy$", line[0])]
+
+
 def ray_processes(state: str) -> list[psutil.Process]:
     """Ray's own processes under a service."""
     ours = {process.pid for process in own_processes(state).values()}

@@ -50,6 +50,12 @@ def at_most(name: str, ours: float, limit: float, unit: str, note: str = "") -> 
     return Row(name, ours, unit, target=f"<= {limit:g} {unit}", ok=ours <= limit, note=note)
 
 
+def at_least(name: str, ours: float, limit: float, unit: str, note: str = "", *, reference: float | None = None) -> Row:
+    """A row whose target is a lower limit in its own unit; a reference only explains it."""
+    ratio = ours / reference if reference is not None else None
+    return Row(name, ours, unit, reference, ratio, f">= {limit:g} {unit}", ours >= limit, note)
+
+
 def slower_by(name: str, ours: float, reference: float, limit: float, unit: str, note: str = "") -> Row:
     """A row of costs: ours may be `limit` times the reference."""
     ratio = ours / reference

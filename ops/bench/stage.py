@@ -10,10 +10,13 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from tinsmith.ops.bench.http_service import HttpService, http_service
 from tinsmith.ops.bench.models import make_llama
 from tinsmith.ops.local import local_service
+from tinsmith.ops.models import make_tiny
 
 TINY_VOCAB = 160
+HTTP_CONTEXT = 2048
 
 
 @dataclass(frozen=True)
@@ -25,12 +28,13 @@ class Running:
 
 
 class Stage:
-    """A temporary folder, and one service of the tiny model that several benchmarks share."""
+    """A temporary folder, and services of the tiny model that several benchmarks share."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say = say
         self._stack = AsyncExitStack()
         self._tiny: Running | None = None
+        self._http: HttpService | None = None
         self.folder = Path()
 
     async def __aenter__(self) -> Stage:
@@ -59,6 +63,15 @@ class Stage:
             self._tiny = await self.serve(self.tiny_model(), "tiny")
         return self._tiny
 
+    async def http(self) -> HttpService:
+        """The shared service with an HTTP door: a model of two layers of width 64, with a tokenizer."""
+        if self._http is None:
+            await self.clear()
+            model = make_tiny(self.folder / "tiny-64", context=HTTP_CONTEXT)
+            starting = http_service(model, "tiny", self.folder / "http")
+            self._http = await self._services.enter_async_context(starting)
+        return self._http
+
     async def serve(self, model: Path, alias: str, *, samplers: int = 1) -> Running:
         """A service as a user starts one; it runs until `clear`."""
         begun = time.monotonic()
@@ -68,7 +81,7 @@ class Stage:
 
     async def clear(self) -> None:
         """Take every service down, so that what is measured next has the machine to itself."""
-        self._tiny = None
+        self._tiny = self._http = None
         await self._services.aclose()
         # Ray's processes end a moment after the command that started them.
         await asyncio.sleep(1.0)

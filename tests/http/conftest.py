@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ["TINKER_TELEMETRY"] = "0"
 
 import tinker
-from door_app import Running, running
+from door_app import Running, running, settings_of
 
 from tinsmith.api.http.settings import HttpSettings
 
@@ -22,14 +22,7 @@ from tinsmith.api.http.settings import HttpSettings
 @pytest.fixture(scope="session")
 def settings(service: Service, tiny_model: Path) -> HttpSettings:
     """Of an application over the shared service."""
-    return HttpSettings(
-        bus_url=(service.state / "bus.url").read_text().strip(),
-        bus="tinsmith",
-        alias="tiny",
-        aliases=("local/tiny",),
-        model_path=str(tiny_model),
-        state_dir=str(service.state),
-    )
+    return settings_of(service, tiny_model)
 
 
 @pytest.fixture(scope="session")

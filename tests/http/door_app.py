@@ -5,12 +5,15 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import httpx
 import uvicorn
+from serving import Service
 
 from tinsmith.api.http.app import make_app
 from tinsmith.api.http.settings import HttpSettings
@@ -28,13 +31,25 @@ class Running:
         return httpx.Client(base_url=self.url, headers={"x-api-key": key}, timeout=60)
 
 
+def settings_of(service: Service, model: Path) -> HttpSettings:
+    """Of an application over a service of this model."""
+    return HttpSettings(
+        bus_url=(service.state / "bus.url").read_text().strip(),
+        bus="tinsmith",
+        alias="tiny",
+        aliases=("local/tiny",),
+        model_path=str(model),
+        state_dir=str(service.state),
+    )
+
+
 @contextmanager
-def running(settings: HttpSettings) -> Iterator[Running]:
-    """The application on a free port until the block ends."""
+def running(settings: HttpSettings, around: Callable[[Any], Any] = lambda app: app) -> Iterator[Running]:
+    """The application on a free port until the block ends; `around` may wrap it to see what is asked."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    config = uvicorn.Config(make_app(settings), port=port, log_level="error", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(around(make_app(settings)), port=port, log_level="error", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -194,6 +194,26 @@ async def test_a_silent_session_ends_with_all_that_is_its_own(client: Client, se
         await door.close()
 
 
+async def test_a_version_that_another_session_samples_from_outlives_its_own(
+    app: Running, client: Client, settings: HttpSettings
+) -> None:
+    model, other = client.model(), Client(app)
+    unnamed = client.post("save_weights_for_sampler", model_id=model, seq_id=1, sampling_session_seq_id=0).json()
+    client.result(unnamed["request_id"])
+    (version,) = settings.folder("sampler_weights", model).iterdir()
+    path = f"tinker://{model}/sampler_weights/{version.name}"
+    asked = {"session_id": other.session, "sampling_session_seq_id": 0, "model_path": path}
+    assert other.post("create_sampling_session", **asked).status_code == 200
+    door = await Door.open(settings)
+    try:
+        await end_session(door, client.session)
+        assert version.is_dir()
+        await end_session(door, other.session)
+        assert version.is_dir()  # Of a session that is over: a leftover from now on.
+    finally:
+        await door.close()
+
+
 async def test_a_refusal_outlives_the_replica_that_gave_it(settings: HttpSettings) -> None:
     one, other = await Door.open(settings), await Door.open(settings)
     try:

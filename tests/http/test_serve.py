@@ -1,4 +1,4 @@
-"""The door as `tinsmith serve` deploys it: on Ray Serve, behind its proxy."""
+"""The door as `tinsmith serve` deploys it: on Ray Serve, behind its proxy, here with two replicas."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import threading
 from pathlib import Path
 
 import httpx
+import psutil
 import tinker
 from serving import processes_of, start_service
 from tinker import types
 
 
-def test_the_sdk_trains_through_serve_and_sigterm_does_not_wait_for_long_polls(
+def test_the_sdk_trains_through_two_replicas_and_sigterm_does_not_wait_for_long_polls(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    service = start_service(tiny_model, tmp_path / "state", "--alias", "tiny", "--ranks", "1", "--port", str(port))
+    options = ("--alias", "tiny", "--ranks", "1", "--port", str(port), "--http-replicas", "2")
+    service = start_service(tiny_model, tmp_path / "state", *options)
+    started = psutil.Process(service.process.pid).children(recursive=True)
+    assert sum("ray::ServeReplica" in " ".join(process.cmdline()) for process in started) == 2
     url = f"http://127.0.0.1:{port}"
     client = tinker.ServiceClient(base_url=url, api_key="tml-serve")
     model = client.create_lora_training_client("tiny", rank=2).result()

@@ -1,4 +1,4 @@
-"""Tinker API: training runs, checkpoints and sessions, for RestClient and the command line."""
+"""Tinker API: training runs and checkpoints, for RestClient and the command line."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from tinsmith.api.http.fields import field, maybe
 from tinsmith.api.http.names import TinkerPath, parse_path, session_of
 from tinsmith.api.http.records import ModelRecord, SaveRecord
 from tinsmith.api.http.responses import json_response, read_object
+from tinsmith.api.http.routes.copies import life_of
 from tinsmith.api.http.routes.session import door_of
-from tinsmith.bus.errors import InvalidInput, UnknownModel, UnknownVersion
+from tinsmith.api.http.routes.sessions import window_of
+from tinsmith.bus.errors import UnknownVersion
 
 router = APIRouter(prefix="/api/v1")
 
@@ -24,11 +26,15 @@ CHECKPOINT = "/training_runs/{model}/checkpoints/{kind}/{name}"
 
 
 @router.get("/training_runs")
-async def training_runs(request: Request, limit: int = 20, offset: int = 0) -> Response:
-    """The caller's, newest first."""
+async def training_runs(request: Request, limit: int = 20, offset: int = 0, project_id: str | None = None) -> Response:
+    """The caller's, newest first; or those of one project."""
     door, owner = door_of(request), door_of(request).owner(request)
+    window = window_of(limit, offset)
     mine = await _models_of(door, owner)
-    runs = [await _run(door, model, record) for model, record in mine[offset : offset + limit]]
+    if project_id is not None:
+        projects = {session: await door.store.project(session) for session in {session_of(it) for it, _ in mine}}
+        mine = [(model, record) for model, record in mine if projects[session_of(model)] == project_id]
+    runs = [await _run(door, model, record) for model, record in mine[window]]
     cursor = {"offset": offset, "limit": limit, "total_count": len(mine)}
     return json_response({"training_runs": runs, "cursor": cursor})
 
@@ -45,16 +51,17 @@ async def checkpoints_of_run(request: Request, model: str) -> Response:
     """Of one training run, oldest first."""
     door = door_of(request)
     await door.model(request, model)
-    return json_response({"checkpoints": [one.as_json() for one in await _saved(door, model)]})
+    return json_response({"checkpoints": [_as_json(one) for one in await _saved(door, model)]})
 
 
 @router.get("/checkpoints")
 async def checkpoints(request: Request, limit: int = 100, offset: int = 0) -> Response:
     """Of all the caller's training runs, newest first."""
     door, owner = door_of(request), door_of(request).owner(request)
+    window = window_of(limit, offset)
     found = [one for model, _ in await _models_of(door, owner) for one in await _saved(door, model)]
     found.sort(key=lambda one: -one.at)
-    page = [one.as_json() for one in found[offset : offset + limit]]
+    page = [_as_json(one) for one in found[window]]
     return json_response({"checkpoints": page, "cursor": {"offset": offset, "limit": limit, "total_count": len(found)}})
 
 
@@ -62,7 +69,7 @@ async def checkpoints(request: Request, limit: int = 100, offset: int = 0) -> Re
 async def delete_checkpoint(request: Request, model: str, kind: str, name: str) -> Response:
     """Gone for good, files and all."""
     door = door_of(request)
-    path = await _own(request, model, kind, name)
+    path = (await own_checkpoint(request, model, kind, name)).stored
     await asyncio.to_thread(remove, door.settings, path)
     await door.store.put_saves(model, path.checkpoint_id, [])
     return json_response({})
@@ -85,9 +92,7 @@ async def unpublish(request: Request, model: str, kind: str, name: str) -> Respo
 @router.put(CHECKPOINT + "/ttl")
 async def set_ttl(request: Request, model: str, kind: str, name: str) -> Response:
     """Delete it so many seconds from now; null: never."""
-    seconds = maybe(await read_object(request), "ttl_seconds", int)
-    if seconds is not None and seconds < 1:
-        raise InvalidInput(f"{seconds} is not a time to live", remedy="Send a positive number.", field="ttl_seconds")
+    seconds = life_of(maybe(await read_object(request), "ttl_seconds", int))
     await _amend(request, model, kind, name, expires_at=None if seconds is None else time.time() + seconds)
     return json_response({})
 
@@ -97,7 +102,7 @@ async def weights_info(request: Request) -> Response:
     """What kind of model a checkpoint is of."""
     door, body = door_of(request), await read_object(request)
     path = parse_path(field(body, "tinker_path", str))
-    record = await door.readable(request, path)
+    record = await door.readable(request, path.stored)
     if await _find(door, path) is None:
         raise UnknownVersion(f"there is no {path}", remedy="Use a path that a save returned.")
     lora = record.lora
@@ -110,35 +115,6 @@ async def weights_info(request: Request) -> Response:
             "train_mlp": lora.mlp,
             "train_unembed": lora.unembed,
             "optimizer_config": {"type": "adamw"},
-        }
-    )
-
-
-@router.get("/sessions")
-async def sessions(request: Request, limit: int = 20, offset: int = 0) -> Response:
-    """The caller's living ones, those heard from last first."""
-    door, owner = door_of(request), door_of(request).owner(request)
-    mine = []
-    for session in await door.store.sessions():
-        record = await door.store.session(session)
-        if record is not None and record.owner == owner:
-            mine.append(session)
-    return json_response({"sessions": mine[offset : offset + limit]})
-
-
-@router.get("/sessions/{session}")
-async def session_info(request: Request, session: str) -> Response:
-    """What belongs to a session."""
-    door = door_of(request)
-    record = await door.store.session(session)
-    if record is None or record.owner != door.owner(request):
-        raise UnknownModel(f"there is no session {session!r}", remedy="It may be over.")
-    return json_response(
-        {
-            "training_run_ids": await door.store.models(session),
-            "sampler_ids": await door.store.samplers(session),
-            "user_metadata": record.user_metadata,
-            "display_name": record.display_name,
         }
     )
 
@@ -157,18 +133,28 @@ async def _saved(door: Door, model: str) -> list[Saved]:
 
 
 async def _find(door: Door, path: TinkerPath) -> Saved | None:
-    return next((one for one in await _saved(door, path.model) if one.path == path), None)
+    return next((one for one in await _saved(door, path.model) if one.path == path.stored), None)
+
+
+def _as_json(one: Saved) -> dict[str, Any]:
+    """A Checkpoint of the Tinker API; external weights under the path that their client knows."""
+    shown = one.path.shown
+    if shown == one.path:
+        return one.as_json()
+    names = {"checkpoint_id": shown.checkpoint_id, "checkpoint_type": "external", "tinker_path": str(shown)}
+    return {**one.as_json(), **names}
 
 
 async def _run(door: Door, model: str, record: ModelRecord) -> dict[str, Any]:
     seen = await door.store.last_seen(session_of(model))
     everything = await _saved(door, model)
     last = max([record.created, *(one.at for one in everything)])
-    return run_as_json(model, record, last if seen is None else max(last, seen), everything)
+    listed = [one for one in everything if one.path.shown == one.path]
+    return run_as_json(model, record, last if seen is None else max(last, seen), listed)
 
 
-async def _own(request: Request, model: str, kind: str, name: str) -> TinkerPath:
-    """A checkpoint of the caller's that exists."""
+async def own_checkpoint(request: Request, model: str, kind: str, name: str) -> TinkerPath:
+    """A checkpoint of the caller's that exists. Raises UnknownModel, UnknownVersion, InvalidInput."""
     door = door_of(request)
     await door.model(request, model)
     path = parse_path(f"tinker://{model}/{kind}/{name}")
@@ -180,6 +166,6 @@ async def _own(request: Request, model: str, kind: str, name: str) -> TinkerPath
 async def _amend(request: Request, model: str, kind: str, name: str, **changes: Any) -> None:
     """Change what is known of a checkpoint, whichever of its saves it is from."""
     door = door_of(request)
-    path = await _own(request, model, kind, name)
+    path = (await own_checkpoint(request, model, kind, name)).stored
     records = (await door.store.saves(model)).get(path.checkpoint_id) or [SaveRecord(seq=-1, at=time.time())]
     await door.store.put_saves(model, path.checkpoint_id, [one.model_copy(update=changes) for one in records])

@@ -23,8 +23,6 @@ from tinsmith.bus.errors import InvalidInput, TinsmithError, UnknownVersion
 router = APIRouter(prefix="/api/v1")
 
 _NO_CELL = -(2**62)
-UNSUPPORTED = ("prompt_alt_tokens_k", "record_stability_info")
-"""Numbers and switches that must be zero, false or absent."""
 
 
 @router.post("/asample")
@@ -65,9 +63,12 @@ async def get_sampler(request: Request, sampler: str) -> Response:
 
 
 async def _args(door: Door, record: SamplerRecord, body: Mapping[str, Any], prompt_tokens: int) -> dict[str, Any]:
-    for name in UNSUPPORTED:
-        if body.get(name):
-            raise InvalidInput("this service can't do that", remedy="Leave it out.", field=name)
+    if body.get("record_stability_info"):
+        raise InvalidInput(
+            "stable_reinforce is not served, so nothing is recorded for it",
+            remedy="Use importance_sampling, ppo, cispo, gspo or dro with the log-probs that came with the samples.",
+            field="record_stability_info",
+        )
     params = optional(body, "sampling_params", dict[str, Any], {})
     most = maybe(params, "max_tokens", int)
     if most is None:
@@ -84,6 +85,7 @@ async def _args(door: Door, record: SamplerRecord, body: Mapping[str, Any], prom
         "prompt_logprobs": optional(body, "prompt_logprobs", bool, False),
         "prompt_last_n": maybe(body, "prompt_logprobs_last_n", int),
         "prompt_topk": optional(body, "topk_prompt_logprobs", int, 0),
+        "prompt_draws": optional(body, "prompt_alt_tokens_k", int, 0),
         "topk": optional(body, "topk_sample_logprobs", int, 0),
         **stop_args(params.get("stop")),
     }

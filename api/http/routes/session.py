@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 
 from tinsmith.api.http.door import Door
 from tinsmith.api.http.fields import field, maybe, optional
-from tinsmith.api.http.names import new_session_id, parse_path, sampling_session_id
-from tinsmith.api.http.records import SamplerRecord, SessionRecord
+from tinsmith.api.http.names import is_name, new_session_id, parse_path, sampling_session_id
+from tinsmith.api.http.records import DEFAULT_PROJECT, FinishRecord, SamplerRecord, SessionRecord
 from tinsmith.api.http.responses import HttpError, json_response, read_object
-from tinsmith.bus.errors import UnknownVersion
+from tinsmith.bus.errors import InvalidInput, UnknownVersion
 
 router = APIRouter(prefix="/api/v1")
+
+FinishReason: Any = Literal["success", "errored", "interrupted"]
+
+
+def project_named(name: object) -> str:
+    """The name of a project: a label on sessions, which begins to exist with its first. Raises InvalidInput."""
+    if not isinstance(name, str) or not is_name(name):
+        raise InvalidInput(
+            f"{name!r} can't name a project",
+            remedy="Use letters, digits and . _ : @ - (128 at most), a letter or digit first.",
+            field="project_id",
+        )
+    return name
 
 
 def door_of(request: Request) -> Door:
@@ -25,15 +38,17 @@ def door_of(request: Request) -> Door:
 
 @router.post("/client/config")
 async def client_config(request: Request) -> Response:
-    """What the client may do: large requests come compressed, one request waits for all samples of a session."""
+    """What the client may do: large requests come compressed, one request waits for all samples of a session, and a
+    client that was copied to another process asks for a number of its own."""
     door_of(request).owner(request)
-    return json_response({"proto_compress_fwdbwd": True, "sample_use_retrieve_futures": True})
+    flags = ("proto_compress_fwdbwd", "sample_use_retrieve_futures", "sample_join_sampling_session")
+    return json_response(dict.fromkeys(flags, True))
 
 
 @router.post("/client/dynamic_config")
 async def dynamic_config(request: Request) -> Response:
-    """Nothing differs from the client's defaults."""
-    return json_response({})
+    """A sample that nobody waits for any more is to be cancelled."""
+    return json_response({"sample_cancel_enabled": True})
 
 
 @router.get("/healthz")
@@ -67,6 +82,7 @@ async def create_session(request: Request) -> Response:
         tags=tuple(optional(body, "tags", list[str], [])),
         user_metadata=maybe(body, "user_metadata", dict[str, Any]),
         display_name=maybe(body, "display_name", str),
+        project=project_named(body.get("project_id") or DEFAULT_PROJECT),
     )
     await door.store.put_session(session, record)
     return json_response({"type": "create_session", "session_id": session})
@@ -88,8 +104,26 @@ async def finish(request: Request, session: str) -> Response:
     """The client says good-bye; its models go a while after the last heartbeat."""
     door = door_of(request)
     await door.check_owner(request, session)
-    await door.store.finish(session)
+    body = await read_object(request)
+    reason = optional(body, "reason", dict[str, Any], {})
+    how = FinishRecord(
+        reason=optional(reason, "type", FinishReason, "success"),
+        detail=maybe(body, "detail", str),
+    )
+    if await door.store.last_seen(session) is not None:
+        await door.store.finish(session, how)
     return json_response({})
+
+
+@router.post("/join_sampling_session")
+async def join_sampling_session(request: Request) -> Response:
+    """A number of its own for a client that was copied to another process."""
+    door, body = door_of(request), await read_object(request)
+    sampler = field(body, "sampling_session_id", str)
+    await door.check_owner(request, sampler)
+    if await door.store.sampler(sampler) is None:
+        raise UnknownVersion(f"there is no sampling session {sampler!r}", remedy="Create it; it may be over.")
+    return json_response({"type": "join_sampling_session", "client_counter": await door.store.join(sampler)})
 
 
 @router.post("/telemetry")

@@ -15,9 +15,18 @@ from fastapi import APIRouter, Request, Response
 
 from tinsmith.api.http.door import Door
 from tinsmith.api.http.fields import field, maybe, optional
-from tinsmith.api.http.names import TinkerPath, given_name, model_id, parse_path, request_id, unnamed_sampler_id
+from tinsmith.api.http.names import (
+    TinkerPath,
+    external_name,
+    given_name,
+    model_id,
+    parse_path,
+    request_id,
+    unnamed_sampler_id,
+)
 from tinsmith.api.http.records import ModelRecord, SamplerRecord, SaveRecord
 from tinsmith.api.http.responses import PROTOBUF, json_response, read_object
+from tinsmith.api.http.routes.copies import life_of, refuse_token
 from tinsmith.api.http.routes.session import door_of
 from tinsmith.api.http.wire.batches import Batch, decompress, read_json, read_proto
 from tinsmith.bus.commands import CreateModelArgs, LoraSpec
@@ -70,6 +79,7 @@ async def load_weights(request: Request) -> Response:
     try:
         owner = (await door.session(request, session)).owner
         _check_optimizer(body)
+        refuse_token(body.get("weights_access_token"))
         path = parse_path(body.get("path"), "weights")
         base = (await door.readable(request, path)).base
         saved = await asyncio.to_thread(_saved_args, door, path)
@@ -129,6 +139,15 @@ async def save_weights_for_sampler(request: Request) -> Response:
     if run is not None:
         record = SamplerRecord(owner=run.owner, base=run.base, version=f"{model}/{given_name(None, seq)}")
         await door.store.put_sampler(unnamed_sampler_id(model, seq), record)
+    return response
+
+
+@router.post("/save_weights_external")
+async def save_weights_external(request: Request) -> Response:
+    """A version to download, in a format that other programs load."""
+    body = await read_object(request)
+    response = await _turn(request, body, Kind.PUBLISH, _external_args)
+    await _note_save(door_of(request), body, "external_weights")
     return response
 
 
@@ -229,15 +248,29 @@ async def _optim_args(door: Door, request: Request, body: Mapping[str, Any]) -> 
 
 
 async def _save_args(door: Door, request: Request, body: Mapping[str, Any]) -> dict[str, Any]:
+    life_of(maybe(body, "ttl_seconds", int))
     name = given_name(body.get("path"), field(body, "seq_id", int))
     return {"name": name, "overwrite": optional(body, "overwrite", bool, False)}
 
 
 async def _publish_args(door: Door, request: Request, body: Mapping[str, Any]) -> dict[str, Any]:
+    life_of(maybe(body, "ttl_seconds", int))
     return {"name": given_name(body.get("path"), field(body, "seq_id", int))}
 
 
+async def _external_args(door: Door, request: Request, body: Mapping[str, Any]) -> dict[str, Any]:
+    if body.get("age_encryption_recipients"):
+        raise InvalidInput(
+            "this service does not encrypt what it exports",
+            remedy="Leave it out, and encrypt the files that you download.",
+            field="age_encryption_recipients",
+        )
+    life_of(maybe(body, "ttl_seconds", int))
+    return {"name": external_name(body.get("path"), field(body, "seq_id", int))}
+
+
 async def _load_args(door: Door, request: Request, body: Mapping[str, Any]) -> dict[str, Any]:
+    refuse_token(body.get("weights_access_token"))
     path = parse_path(body.get("path"), "weights")
     await door.readable(request, path)
     return {"checkpoint": path.place, "optimizer": optional(body, "optimizer", bool, False)}
@@ -259,13 +292,13 @@ async def _note_save(door: Door, body: Mapping[str, Any], kind: Any) -> None:
     model, seq = field(body, "model_id", str), field(body, "seq_id", int)
     try:
         name = given_name(body.get("path"), seq)
-        ttl = maybe(body, "ttl_seconds", int)
+        ttl = life_of(maybe(body, "ttl_seconds", int))
         metadata = maybe(body, "user_metadata", dict[str, str])
     except InvalidInput:
         return  # Its future has failed for it.
     now = time.time()
     record = SaveRecord(seq=seq, at=now, expires_at=now + ttl if ttl is not None else None, user_metadata=metadata)
-    place = TinkerPath(model, kind, name).checkpoint_id
+    place = TinkerPath(model, kind, name).stored.checkpoint_id
     known = (await door.store.saves(model)).get(place, [])
     if all(other.seq != seq for other in known):
         await door.store.put_saves(model, place, [*known, record])

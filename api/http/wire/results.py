@@ -43,7 +43,9 @@ def as_json(event: Event, body: bytes) -> dict[str, Any]:
         case Kind.LOAD:
             return {"path": str(_path("weights", result["checkpoint"])), "model_id": model, "type": "load_weights"}
         case Kind.PUBLISH:
-            path = _path("sampler_weights", result["version"])
+            path = _path("sampler_weights", result["version"]).shown
+            if path.kind == "external_weights":
+                return {"path": str(path), "type": "save_weights_external"}
             if not path.name.startswith(UNNAMED_PREFIX):
                 return {"path": str(path), "type": "save_weights_for_sampler"}
             sampler = unnamed_sampler_id(model, int(path.name.removeprefix(UNNAMED_PREFIX)))
@@ -107,6 +109,14 @@ def _sample(event: Event, tree: dict[str, Any]) -> pb.SampleResponse:
         response.topk_prompt_logprobs.CopyFrom(_topk(tree["prompt_topk_tokens"], tree["prompt_topk_logprobs"]))
     if "target_logprobs" in tree:
         response.target_prompt_logprobs.CopyFrom(_targets(tree["target_logprobs"]))
+    if "prompt_draws_tokens" in tree:
+        drawn = response.prompt_alt_tokens
+        for into, name, kind, dtype in (
+            (drawn.tokens, "prompt_draws_tokens", pb.DTYPE_INT32, "<i4"),
+            (drawn.logprobs, "prompt_draws_logprobs", pb.DTYPE_FLOAT32, "<f4"),
+        ):
+            into.dtype, into.dense = kind, tree[name].astype(dtype, copy=False).tobytes()
+            into.shape.extend(tree[name].shape)
     return response
 
 
