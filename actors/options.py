@@ -31,6 +31,8 @@ class ServiceOptions(BaseModel):
     max_pending_samples: int = Field(default=2048, ge=1)
     """Sampling commands taken from the bus at once; the rest wait there."""
     gradient_checkpointing: bool = False
+    keep_gathered_mib: int = Field(default=1024, ge=0)
+    """A base of at most so many MiB stays whole on each rank under adapters, instead of being gathered at each pass."""
     losses: tuple[str, ...] = ()
     """Modules whose `register(registry)` adds losses."""
     metrics: tuple[str, ...] = ()

@@ -68,14 +68,16 @@ class TrainerRank:
 
         torch.set_num_threads(1)
         cuda = torch.cuda.is_available()
-        dist.init_process_group(
-            "nccl" if cuda else "gloo",
-            init_method=f"tcp://{host}:{port}",
-            rank=self._rank,
-            world_size=self._world,
-            timeout=timedelta(seconds=self._options.step_deadline),
-        )
-        mesh = init_device_mesh("cuda" if cuda else "cpu", (self._world,))
+        mesh = None
+        if self._world > 1:
+            dist.init_process_group(
+                "nccl" if cuda else "gloo",
+                init_method=f"tcp://{host}:{port}",
+                rank=self._rank,
+                world_size=self._world,
+                timeout=timedelta(seconds=self._options.step_deadline),
+            )
+            mesh = init_device_mesh("cuda" if cuda else "cpu", (self._world,))
         self._engine = Engine(
             self._options.model_path,
             alias=self._options.alias,
@@ -83,6 +85,7 @@ class TrainerRank:
             device="cuda" if cuda else "cpu",
             losses=load_losses(*self._options.losses),
             gradient_checkpointing=self._options.gradient_checkpointing,
+            keep_gathered=self._options.keep_gathered_mib << 20,
         )
         return self._facts(self._engine)
 

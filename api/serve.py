@@ -49,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--snapshot-steps", type=int, default=50, help="optimizer steps between snapshots (default 50)")
     parser.add_argument("--sampler-threads", type=int, default=None, help="threads of a sampler (default: its share)")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="less memory for more compute")
+    parser.add_argument(
+        "--keep-gathered", type=int, default=1024, metavar="MIB", help="largest base that each rank keeps whole (1024)"
+    )
     parser.add_argument("--losses", action="append", default=[], metavar="MODULE", help="module that registers losses")
     parser.add_argument(
         "--metrics", action="append", default=[], metavar="TOML", help="overlay over the metric catalogue"
@@ -126,6 +129,7 @@ def _options(args: argparse.Namespace, model: Path, alias: str, state: Path, url
             sampler_threads=args.sampler_threads or max(1, (os.cpu_count() or 1) // max(1, args.samplers)),
             snapshot_steps=args.snapshot_steps,
             gradient_checkpointing=args.gradient_checkpointing,
+            keep_gathered_mib=args.keep_gathered,
             losses=tuple(args.losses),
             metrics=tuple(os.path.abspath(overlay) for overlay in args.metrics),
         )

@@ -47,8 +47,8 @@ class ForwardResult:
 class Engine:
     """One base model, sharded over the ranks of a mesh, and the models that train on it.
 
-    mesh None is one rank alone, unsharded. `reshard` says when gathered weights are freed. Raises NotAModel or
-    UnsupportedModel.
+    mesh None is one rank alone, unsharded. `reshard` says when gathered weights are freed; those of a frozen base of at
+    most `keep_gathered` bytes never are. Raises NotAModel or UnsupportedModel.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class Engine:
         dtype: torch.dtype = torch.float32,
         gradient_checkpointing: bool = False,
         reshard: Reshard = "after_backward",
+        keep_gathered: int = 0,
     ) -> None:
         self.path = Path(model_path)
         self.device = torch.device(device)
@@ -75,7 +76,8 @@ class Engine:
         self._reshard: Reshard = reshard
         base = self._load(dtype)
         self.base = base.info
-        self._scorer = self._shard(base)
+        small = sum(parameter.nbytes for parameter in base.module.parameters()) <= keep_gathered
+        self._scorer = self._shard(base, "never" if small else reshard)
         self._bank = AdapterBank(self._scorer.model)
         self._models: dict[str, Trainee] = {}
 
@@ -146,8 +148,10 @@ class Engine:
                     # A failed loss still walks the graph with zeros: the other ranks wait in its collectives.
                     (result.total if result is not None else (logprobs * 0.0).sum()).backward()
                 done.append((batch, result, logprobs.detach()))
+        # The gradient of a loss that is not finite can be finite all the same, where no weight moves what is not.
+        spoilt = any(result is not None and not result.columns["loss"].isfinite().all() for _, result, _ in done)
         try:
-            self.ranks.each(lambda: _reraise(failure))
+            spoilt = self.ranks.agree(failure, spoilt)
         except TinsmithError as error:
             if backward:
                 it.clear_gradients()
@@ -156,9 +160,7 @@ class Engine:
         if backward:
             it.add_gradients(earlier)
             it.pending += 1
-            # Its gradient can be finite all the same, where what is not finite does not depend on the weights.
-            spoilt = any(result is not None and not result.columns["loss"].isfinite().all() for _, result, _ in done)
-            it.spoilt = self.ranks.any(spoilt) or it.spoilt
+            it.spoilt = it.spoilt or spoilt
         return _collect(done)
 
     def optim_step(self, model: str, args: OptimStepArgs) -> dict[str, float]:
@@ -235,11 +237,11 @@ class Engine:
     def _load(self, dtype: torch.dtype) -> BaseModel:
         return self.ranks.each(lambda: load_base(self.path, name=self._alias, dtype=dtype))
 
-    def _shard(self, base: BaseModel) -> Scorer:
+    def _shard(self, base: BaseModel, reshard: Reshard) -> Scorer:
         scorer = Scorer(base)
         if self._recompute:
             checkpoint_layers(scorer)
-        shard(scorer, self.ranks.mesh, self.device, self._reshard, self._dtype)
+        shard(scorer, self.ranks.mesh, self.device, reshard, self._dtype)
         return scorer
 
     def _make(self, args: CreateModelArgs) -> Trainee:
@@ -248,15 +250,10 @@ class Engine:
         # Trained weights are float32 whatever they are computed in: smaller types lose small updates.
         base = self._load(torch.float32)
         base.module.requires_grad_(True)
-        return FullTrainee(args, self._shard(base), self.ranks)
+        return FullTrainee(args, self._shard(base, self._reshard), self.ranks)
 
     def _evaluate(self, loss: Loss, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, config: Config) -> Evaluation:
         return evaluate(loss, TokenInputs(logprobs, entropy, batch.inputs, batch.mask), config)
-
-
-def _reraise(failure: Exception | None) -> None:
-    if failure is not None:
-        raise failure
 
 
 def _collect(done: list[tuple[MicroBatch, Evaluation | None, Tensor]]) -> ForwardResult:

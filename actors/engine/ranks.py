@@ -41,10 +41,6 @@ class Ranks:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    def any(self, here: bool) -> bool:
-        """Whether it is so on any rank."""
-        return bool(self.sum_(torch.tensor(float(here), device=self.device)))
-
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor (of one shape), on every rank."""
         if self.size == 1:
@@ -73,18 +69,24 @@ class Ranks:
     def each(self, action: Callable[[], T]) -> T:
         """What `action` returns on this rank, once it has worked on all; otherwise the first rank's error on all."""
         value: T | None = None
-        failure: TinsmithError | None = None
-        cause: Exception | None = None
+        failure: Exception | None = None
         try:
             value = action()
         except Exception as error:
-            cause = error
-            failure = _as_typed(error)
-        # One number tells all ranks whether there is anything to tell; the errors themselves travel only then.
-        if not self.any(failure is not None):
-            return cast(T, value)
+            failure = error
+        self.agree(failure, False)
+        return cast(T, value)
+
+    def agree(self, failed: Exception | None, here: bool) -> bool:
+        """Raise the first rank's failure on all; where there is none, whether `here` is so on any rank."""
+        failure = _as_typed(failed) if failed is not None else None
+        # Two numbers tell all ranks whether there is anything to tell; the errors themselves travel only then.
+        told = self.sum_(torch.tensor([failure is not None, here], dtype=torch.float32, device=self.device))
+        any_failed, anywhere = (bool(count) for count in told.tolist())
+        if not any_failed:
+            return anywhere
         failures: list[TinsmithError | None] = [failure]
         if self.size > 1:
             failures = [None] * self.size
             dist.all_gather_object(failures, failure, group=self.group)
-        raise next(found for found in failures if found is not None) from cause
+        raise next(found for found in failures if found is not None) from failed

@@ -86,10 +86,16 @@ def test_metrics_logprobs_and_weights_are_the_same_at_1_2_and_3_ranks(
 @pytest.mark.parametrize("spec", [LoraSpec(rank=4, seed=3), None], ids=["lora", "full"])
 def test_when_weights_are_freed_and_what_is_recomputed_changes_no_bit(llama: Path, spec: LoraSpec | None) -> None:
     expected = run_ranks(2, train, llama, spec)[0]["weights"]
-    for reshard, recompute in (("after_forward", False), ("never", False), ("after_forward", True)):
-        options = run_ranks(2, train_with, llama, spec, {"reshard": reshard, "gradient_checkpointing": recompute})
+    for options in (
+        {"reshard": "after_forward"},
+        {"reshard": "never"},
+        {"reshard": "after_forward", "gradient_checkpointing": True},
+        {"keep_gathered": 1 << 30},
+        {"keep_gathered": 1 << 10},
+    ):
+        got = run_ranks(2, train_with, llama, spec, options)
         for name, value in expected.items():
-            np.testing.assert_array_equal(options[0]["weights"][name], value, err_msg=f"{reshard} {name}")
+            np.testing.assert_array_equal(got[0]["weights"][name], value, err_msg=f"{options} {name}")
 
 
 def train_with(mesh: DeviceMesh, path: Path, spec: LoraSpec | None, options: dict[str, Any]) -> dict[str, Any]:
@@ -98,7 +104,7 @@ def train_with(mesh: DeviceMesh, path: Path, spec: LoraSpec | None, options: dic
 
 def interleaved(mesh: DeviceMesh | None, path: Path, spec: LoraSpec | None, busy: bool) -> list[dict[str, np.ndarray]]:
     """One model's log-probs and weights while, if busy, others come, train, score and go."""
-    engine = Engine(path, alias="tiny", mesh=mesh, token_budget=40)
+    engine = Engine(path, alias="tiny", mesh=mesh, token_budget=40, keep_gathered=1 << 30)
     engine.create("m", CreateModelArgs(base="tiny", lora=spec))
     out = []
     for step in range(3):
