@@ -8,7 +8,8 @@ Invariants:
   weight or moment ever holds what a NaN, an infinity or an overflow produced;
 - every rank of the group takes the same decision, because it is made from the same gathered numbers;
 - state tensors are replaced, never written to: a state_dict stays what it was when later steps are taken.
-The price is memory while a step runs: about four times the trainable parameters that this rank holds.
+The price is memory while a step runs: about four times the trainable parameters that this rank holds, and twice more
+for plain ones, which are copied end to end.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tinsmith.actors.engine.flat import Layout, check_like, sum_of_squares
 from tinsmith.bus.commands import OptimStepArgs
 from tinsmith.bus.errors import InvalidInput, NoGradients, NonFinite, UnsupportedModel
 
@@ -33,7 +34,7 @@ _STEP, _SKIPPED = "step", "skipped_in_a_row"
 
 @dataclass(frozen=True)
 class _Proposal:
-    """What a step would write: local tensors in the order of the parameters."""
+    """What a step would write, in rows."""
 
     parameters: list[Tensor]
     first: list[Tensor]
@@ -61,10 +62,9 @@ class AdamW:
         self._parameters = {name: parameters[name] for name in sorted(parameters)}
         self._names = tuple(self._parameters)
         self._group = group
-        self._counted_here = [_is_counted_here(parameter) for parameter in self._parameters.values()]
-        self._sharded = [_is_sharded(parameter) for parameter in self._parameters.values()]
-        self._first = [torch.zeros_like(local) for local in self._locals()]
-        self._second = [torch.zeros_like(local) for local in self._locals()]
+        self._layout = Layout(self._parameters)
+        self._first = [torch.zeros_like(row) for row in self._rows()]
+        self._second = [torch.zeros_like(row) for row in self._rows()]
         self._step = 0
         self._skipped_in_a_row = 0
 
@@ -86,7 +86,7 @@ class AdamW:
         """
         if all(parameter.grad is None for parameter in self._parameters.values()):
             raise NoGradients("there are no gradients to step with.", remedy="send forward_backward first.")
-        gradients = self._gradients()
+        gradients = self._layout.rows({name: parameter.grad for name, parameter in self._parameters.items()})
         largest = torch.finfo(gradients[0].dtype).max
         if max(args.lr * args.weight_decay, args.lr / (1 - args.beta1 ** (self._step + 1)), args.eps) > largest:
             raise InvalidInput(
@@ -108,13 +108,13 @@ class AdamW:
             )
         if clip_coef < 1.0:
             gradients = list(torch._foreach_mul(gradients, clip_coef))
-        proposal = self._propose(gradients, args)
-        parameters = self._locals()
+        parameters = self._rows()
+        proposal = self._propose(parameters, gradients, args)
         update = list(torch._foreach_sub(proposal.parameters, parameters))
         param_norm, update_norm = self._norms(proposal.parameters, update)
         if not math.isfinite(param_norm + update_norm):
             return self._skip(args, grad_norm, f"the update is not finite (norm {update_norm})")
-        torch._foreach_copy_(parameters, proposal.parameters)
+        self._layout.write(proposal.parameters)
         self._first, self._second = proposal.first, proposal.second
         self._step += 1
         self._skipped_in_a_row = 0
@@ -130,9 +130,8 @@ class AdamW:
         skipped_in_a_row. Later steps don't change them.
         """
         state: dict[str, Tensor] = {}
-        for prefix, tensors in ((_FIRST, self._first), (_SECOND, self._second)):
-            for name, local, parameter in zip(self._names, tensors, self._parameters.values(), strict=True):
-                state[prefix + name] = _like(local, parameter)
+        for prefix, rows in ((_FIRST, self._first), (_SECOND, self._second)):
+            state |= {prefix + name: tensor for name, tensor in self._layout.named(rows).items()}
         state[_STEP] = torch.tensor(self._step, dtype=torch.int64)
         state[_SKIPPED] = torch.tensor(self._skipped_in_a_row, dtype=torch.int64)
         return state
@@ -153,13 +152,18 @@ class AdamW:
                 field=name,
             )
         first, second = (
-            [_local_of(state[prefix + name], self._parameters[name], prefix + name) for name in self._names]
+            self._layout.rows(
+                {
+                    name: check_like(state[prefix + name], parameter, prefix + name)
+                    for name, parameter in self._parameters.items()
+                }
+            )
             for prefix in (_FIRST, _SECOND)
         )
         self._first, self._second = first, second
         self._step, self._skipped_in_a_row = int(state[_STEP].item()), int(state[_SKIPPED].item())
 
-    def _propose(self, gradients: list[Tensor], args: OptimStepArgs) -> _Proposal:
+    def _propose(self, parameters: list[Tensor], gradients: list[Tensor], args: OptimStepArgs) -> _Proposal:
         """torch.optim.AdamW's arithmetic in its order, out of place."""
         step = self._step + 1
         correction1, correction2 = 1 - args.beta1**step, 1 - args.beta2**step
@@ -169,9 +173,9 @@ class AdamW:
         divisor = torch._foreach_sqrt(second)
         torch._foreach_div_(divisor, math.sqrt(correction2))
         torch._foreach_add_(divisor, args.eps)
-        parameters = torch._foreach_mul(self._locals(), 1 - args.lr * args.weight_decay)
-        torch._foreach_addcdiv_(parameters, first, divisor, -args.lr / correction1)
-        return _Proposal(list(parameters), list(first), list(second))
+        proposed = torch._foreach_mul(parameters, 1 - args.lr * args.weight_decay)
+        torch._foreach_addcdiv_(proposed, first, divisor, -args.lr / correction1)
+        return _Proposal(list(proposed), list(first), list(second))
 
     def _skip(self, args: OptimStepArgs, grad_norm: float, why: str) -> dict[str, float]:
         """Nothing is changed but the count of skips in a row; raises NonFinite unless a skip is what was asked for."""
@@ -187,7 +191,7 @@ class AdamW:
                 remedy="load an earlier checkpoint, or lower the learning rate.",
             )
         self._skipped_in_a_row = in_a_row
-        (param_norm,) = self._norms(self._locals())
+        (param_norm,) = self._norms(self._rows())
         return self._columns(args, grad_norm, 0.0, param_norm, 0.0, skipped=1)
 
     def _columns(
@@ -211,84 +215,19 @@ class AdamW:
         }
 
     def _norms(self, *lists: list[Tensor]) -> list[float]:
-        """The global norm of each list of local tensors (each in the parameters' order).
+        """The global norm of each list of rows.
 
-        One exchange: squares in float64 [lists, parameters], gathered from all ranks, summed by rank and by parameter.
+        One exchange: sums of squares in float64 [lists, rows], gathered from all ranks, summed by rank and by row.
         """
-        norms = [torch.stack(list(torch._foreach_norm(tensors, 2, dtype=torch.float64))) for tensors in lists]
-        squares = torch.stack(norms).square()
-        if self._group is not None and any(self._sharded):
-            mine = torch.where(torch.tensor(self._counted_here, device=squares.device), squares, 0.0)
+        squares = torch.stack([torch.stack([sum_of_squares(row) for row in rows]) for rows in lists])
+        if self._group is not None and any(self._layout.sharded):
+            sharded = torch.tensor(self._layout.sharded, device=squares.device)
+            mine = torch.where(torch.tensor(self._layout.counted_here, device=squares.device), squares, 0.0)
             ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
             dist.all_gather(ranks, mine, group=self._group)
             # A plain tensor is held alike by every rank and counted once, from here.
-            squares = torch.where(
-                torch.tensor(self._sharded, device=squares.device), torch.stack(ranks).sum(0), squares
-            )
+            squares = torch.where(sharded, torch.stack(ranks).sum(0), squares)
         return [math.sqrt(value) for value in squares.sum(1).tolist()]
 
-    def _locals(self) -> list[Tensor]:
-        return [_local(parameter.detach()) for parameter in self._parameters.values()]
-
-    def _gradients(self) -> list[Tensor]:
-        gradients: list[Tensor] = []
-        for parameter in self._parameters.values():
-            gradient = parameter.grad
-            if gradient is None:
-                gradients.append(torch.zeros_like(_local(parameter.detach())))
-            elif isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
-                gradients.append(gradient.redistribute(placements=parameter.placements).to_local())
-            else:
-                gradients.append(gradient.detach())
-        return gradients
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _is_sharded(parameter: Tensor) -> bool:
-    return isinstance(parameter, DTensor) and not all(item.is_replicate() for item in parameter.placements)
-
-
-def _is_counted_here(parameter: Tensor) -> bool:
-    """Whether this rank's shard enters a sum over ranks: of the copies along replicated mesh dimensions, the first."""
-    if not isinstance(parameter, DTensor):
-        return True
-    place = parameter.device_mesh.get_coordinate()
-    if place is None:
-        return False
-    return all(at == 0 for at, item in zip(place, parameter.placements, strict=True) if item.is_replicate())
-
-
-def _like(local: Tensor, parameter: Tensor) -> Tensor:
-    """The local tensor as a DTensor laid out like the parameter; itself where the parameter is plain."""
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
-def _local_of(given: Tensor, parameter: Tensor, name: str) -> Tensor:
-    """This rank's part of a state tensor, on the parameter's device; raises InvalidInput for another shape or type."""
-    if given.shape != parameter.shape or given.dtype != parameter.dtype:
-        raise InvalidInput(
-            f"the optimizer state {name!r} is {given.dtype} {list(given.shape)}, the parameter {parameter.dtype} "
-            f"{list(parameter.shape)}.",
-            remedy="load the state of a model made the same way.",
-            field=name,
-        )
-    if not isinstance(parameter, DTensor):
-        return (given.full_tensor() if isinstance(given, DTensor) else given).to(parameter.device, copy=True)
-    if isinstance(given, DTensor):
-        return given.redistribute(parameter.device_mesh, parameter.placements).to_local().clone()
-    # Every rank has the full tensor: cut it here, without an exchange.
-    full = given.to(parameter.device)
-    shard = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return shard.to_local().clone()
+    def _rows(self) -> list[Tensor]:
+        return self._layout.rows({name: parameter.detach() for name, parameter in self._parameters.items()})

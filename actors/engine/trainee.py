@@ -128,10 +128,9 @@ class LoraTrainee(Trainee):
         return torch.cat([part.detach().reshape(-1) for part in parts])
 
     def _set(self, flat: Tensor) -> None:
-        start = 0
-        for param in self.params.values():
-            param.grad = flat[start : start + param.numel()].view(param.shape).to(param.device)
-            start += param.numel()
+        params = list(self.params.values())
+        for param, part in zip(params, torch.split(flat, [param.numel() for param in params]), strict=True):
+            param.grad = part.view_as(param).to(param.device)
 
 
 class FullTrainee(Trainee):

@@ -11,13 +11,13 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
 from peft import PeftModel
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -25,8 +25,9 @@ from tinsmith.actors.engine.batch import MicroBatch, collate
 from tinsmith.actors.planner import plan_batch
 from tinsmith.ops.bench.workload import LR, TOKEN_BUDGET, WORLD, training_data
 
-Packing = Literal["same", "arrival"]
-"""The micro-batches of the service's planner, or each rank's share of the batch in order of arrival."""
+Packing = Literal["same", "gathered", "arrival"]
+"""The micro-batches of the service's planner, those with the base's weights gathered once and kept, or each rank's
+share of the batch in order of arrival."""
 
 
 class Loop:
@@ -42,7 +43,15 @@ class Loop:
         for layer in base.model.layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=False, ignored_params=whole)
         fully_shard(self.model, mesh=mesh, reshard_after_forward=False, ignored_params=whole)
+        self.units = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         self.optimizer = torch.optim.AdamW(self.params, lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+
+    def keep_gathered(self, keep: bool) -> None:
+        """Whether the base's weights stay gathered after a backward pass."""
+        for unit in self.units:
+            unit.set_reshard_after_backward(not keep, recurse=False)
+            if not keep:
+                unit.reshard()
 
     def step(self, batches: Sequence[MicroBatch]) -> tuple[float, float]:
         """One step; the loss summed over tokens and ranks, and the global gradient norm."""
@@ -65,7 +74,7 @@ class Loop:
 
 def _batches(packing: Packing, rank: int) -> list[MicroBatch]:
     data = training_data()
-    if packing == "same":
+    if packing != "arrival":
         plan = plan_batch([len(datum) for datum in data], WORLD, TOKEN_BUDGET)
         return [collate(data, indices) for indices in plan.ranks[rank]]
     share = len(data) // WORLD
@@ -78,10 +87,11 @@ def main(model: str, adapter: str, rank: int, port: int) -> None:
     logging.disable_progress_bar()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
     loop = Loop(model, adapter)
-    batches: dict[str, list[MicroBatch]] = {"same": _batches("same", rank), "arrival": _batches("arrival", rank)}
+    batches: dict[str, list[MicroBatch]] = {packing: _batches(packing, rank) for packing in get_args(Packing)}
     print("ready", flush=True)
     for line in sys.stdin:
         packing, steps = line.split()
+        loop.keep_gathered(packing == "gathered")
         begun = time.perf_counter()
         done = [loop.step(batches[packing]) for _ in range(int(steps))]
         seconds = time.perf_counter() - begun
