@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinsmith.actors.options import ServiceOptions
-from tinsmith.actors.priority import yield_to_others
 from tinsmith.bus.codec import decode, encode, pack_ragged
 from tinsmith.bus.commands import SampleArgs, parse_args
 from tinsmith.bus.envelope import Kind
@@ -123,8 +122,6 @@ class SamplerReplica:
         import torch
 
         torch.set_num_threads(self._options.sampler_threads)
-        if not torch.cuda.is_available():
-            yield_to_others()
         self._generators["base"] = self._generator(Path(self._options.model_path))
 
     def _generator(self, path: Path) -> SamplingEngine:

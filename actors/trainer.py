@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from tinsmith.actors.options import ServiceOptions
 from tinsmith.actors.position import Position
-from tinsmith.actors.priority import yield_to_others
 from tinsmith.actors.step import Reply, Step
 from tinsmith.bus.commands import CreateModelArgs, parse_args
 from tinsmith.bus.datum import unpack_datums
@@ -69,8 +68,6 @@ class TrainerRank:
 
         torch.set_num_threads(1)
         cuda = torch.cuda.is_available()
-        if not cuda:
-            yield_to_others()
         mesh = None
         if self._world > 1:
             dist.init_process_group(
