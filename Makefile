@@ -22,7 +22,7 @@ test: lint
 test-clients: $(VENV)/clients
 	$(BIN)/python -m pytest tests/clients -q
 
-# Thousands of examples of the invariance properties; hours on two cores.
+# Thousands of examples of the invariance properties; about an hour on two cores.
 test-deep: $(VENV)/ready
 	TINSMITH_DEEP=1 $(BIN)/python -m pytest tests/invariance -q --timeout 0
 
