@@ -11,7 +11,7 @@ from tinsmith.actors.gather import Outcome
 from tinsmith.actors.leases import Leases
 from tinsmith.actors.training import make_event
 from tinsmith.bus.consumer import Taken
-from tinsmith.bus.errors import Fenced
+from tinsmith.bus.errors import CommandFailed, Fenced
 from tinsmith.bus.streams import Bus
 
 log = logging.getLogger("tinsmith.lane")
@@ -31,6 +31,7 @@ class Lane(ABC):
         self._rung = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._epoch = -1
+        self._failure: BaseException | None = None
 
     @abstractmethod
     async def carry_out(self, taken: Taken) -> Outcome:
@@ -44,11 +45,13 @@ class Lane(ABC):
         self._rung.set()
 
     async def run(self) -> None:
-        """Take and answer for ever."""
+        """Take and answer for ever. Raises what kept an outcome from the bus: the lane's next owner takes it again."""
         self._epoch = await self._leases.own(self._name)
         while True:
             # Before the look, not after it: what rings meanwhile must be looked for again.
             self._rung.clear()
+            if self._failure is not None:
+                raise self._failure
             room = self._room - len(self._tasks)
             taken = []
             if room > 0:
@@ -64,11 +67,16 @@ class Lane(ABC):
         self._tasks.discard(task)
         self._rung.set()
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a command of %s was not completed", self._name, exc_info=error)
+            self._failure = error
 
     async def _answer(self, taken: Taken) -> None:
         begun = time.time()
-        outcome = await self.carry_out(taken)
+        try:
+            outcome = await self.carry_out(taken)
+        except Exception as error:
+            log.exception("%s could not be carried out", taken.command.id)
+            failed = CommandFailed(f"{type(error).__name__}: {error}", remedy="See the coordinator's log.")
+            outcome = Outcome(error=failed)
         event = make_event(taken, outcome, begun, time.time() - begun)
         try:
             await self._bus.complete(self._name, self._epoch, taken.entry_id, event, outcome.body, keep=False)

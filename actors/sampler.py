@@ -7,6 +7,7 @@ the next token.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -21,12 +22,14 @@ from tinsmith.actors.options import ServiceOptions
 from tinsmith.bus.codec import decode, encode, pack_ragged
 from tinsmith.bus.commands import SampleArgs, parse_args
 from tinsmith.bus.envelope import Kind
-from tinsmith.bus.errors import Cancelled, CommandFailed, InvalidInput, TinsmithError
+from tinsmith.bus.errors import CommandFailed, InvalidInput, TinsmithError, cancelled
 from tinsmith.bus.parts import Part
 
 if TYPE_CHECKING:
     from tinsmith.actors.engine.sample_request import Finished
     from tinsmith.actors.engine.sampling_engine import SamplingEngine
+
+log = logging.getLogger("tinsmith.sampler")
 
 Sampled = tuple[dict[str, Any], bytes]
 """(the event's result, the body: tokens and log-probs as the envelope's page describes them)."""
@@ -140,6 +143,14 @@ class SamplerReplica:
         )
 
     def _run(self) -> None:
+        try:
+            self._serve_for_ever()
+        except BaseException:
+            # A process without this thread would answer nothing and look alive: a fresh one takes its place.
+            log.critical("the engine thread ended", exc_info=True)
+            os._exit(1)
+
+    def _serve_for_ever(self) -> None:
         """The engine thread: admit what arrived, advance every generator by one token, answer what is finished."""
         while True:
             with self._wake:
@@ -174,7 +185,7 @@ class SamplerReplica:
         call = self._waiting.pop(command, None)
         if call is not None and call.generator is not None:
             call.generator.cancel(command)
-            call.future.set_exception(Cancelled("it was stopped on request"))
+            call.future.set_exception(cancelled())
 
     def _serving(self, version: str) -> tuple[SamplingEngine, str]:
         """Who generates for a version: the base with its adapters, or the version's own whole model."""
@@ -215,13 +226,15 @@ class SamplerReplica:
                 call.future.set_exception(failure)
             return
         for done in finished:
-            call = self._waiting.pop(done.id)
+            ended = self._waiting.pop(done.id, None)
+            if ended is None:
+                continue
             if isinstance(done, Finished):
-                if call.tell is not None:
-                    call.tell(done.parts)
-                call.future.set_result(self._answer(call.args, done))
+                if ended.tell is not None:
+                    ended.tell(done.parts)
+                ended.future.set_result(self._answer(ended.args, done))
             else:
-                call.future.set_exception(done.error)
+                ended.future.set_exception(done.error)
         for call in self._waiting.values():
             if call.tell is not None and call.generator is generator and (parts := generator.parts(call.command)):
                 call.tell(parts)

@@ -19,7 +19,7 @@ from tinsmith.actors.options import ServiceOptions
 from tinsmith.actors.pool import Replica, build_samplers
 from tinsmith.bus.consumer import Taken
 from tinsmith.bus.envelope import SAMPLE_LANE, Kind
-from tinsmith.bus.errors import BusError, Cancelled, CommandFailed, InvalidInput, TinsmithError
+from tinsmith.bus.errors import BusError, Cancelled, CommandFailed, InvalidInput, TinsmithError, cancelled
 from tinsmith.bus.parts import Part
 from tinsmith.bus.streams import Bus
 
@@ -158,8 +158,3 @@ def unsent(parts: list[Part], sent: dict[int, int]) -> list[Part]:
     for part in fresh:
         sent[part.index] = part.at + len(part.tokens)
     return fresh
-
-
-def cancelled() -> Cancelled:
-    """The error of a command that was stopped."""
-    return Cancelled("it was stopped on request", remedy="Submit it again with a new id if it is wanted after all.")

@@ -44,7 +44,7 @@ from tinsmith.bus.envelope import CONTROL_LANE, LANES, SAMPLE_LANE, Command, Eve
 from tinsmith.bus.errors import Gap, TinsmithError
 from tinsmith.bus.events import Streamed
 from tinsmith.bus.inbox import Inbox
-from tinsmith.bus.parts import Part
+from tinsmith.bus.parts import Part, Told, wholes
 from tinsmith.bus.status import get_status
 from tinsmith.bus.streams import Bus
 
@@ -138,19 +138,25 @@ class Client:
         }
         parse_args(Kind.SAMPLE, args)
         command = Command(id=new_id(), model=SAMPLE_LANE, kind=Kind.SAMPLE, seq=-1, args=args)
-        event: Event | None = None
+        told = [Told(index) for index in range(n)]
+        over = False
         try:
             async for item in self._inbox.stream(command, encode({"prompt": np.asarray(prompt, dtype=np.int32)})):
                 if isinstance(item, list):
-                    for part in item:
-                        yield part
+                    fresh = [told[part.index].take(part) for part in item]
                 else:
-                    event = item[0]
-        except GeneratorExit:
-            if event is None:
+                    over = True
+                    event, body = item
+                    if event.error is not None:
+                        raise TinsmithError.from_wire(event.error)
+                    fresh = [told[part.index].rest(part) for part in wholes(event, body)]
+                for part in fresh:
+                    if part is not None:
+                        yield part
+        except (GeneratorExit, asyncio.CancelledError):
+            if not over:
                 self._send(CONTROL_LANE, Kind.CANCEL, {"command": command.id}, read_plain)
-        if event is not None and event.error is not None:
-            raise TinsmithError.from_wire(event.error)
+            raise
 
     async def cancel(self, pending: Pending[SampleResult] | str) -> bool:
         """Stop sampling that is wanted no more (a call, or its command's id) and free its place; it then fails with

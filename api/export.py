@@ -51,7 +51,7 @@ def find_source(state: Path, source: str) -> Path:
 
     Raises InvalidInput for what is no such name, UnknownVersion when there is none.
     """
-    place = _PLACE.match(source)
+    place = _PLACE.fullmatch(source)
     if source.startswith("tinker://"):
         path = parse_path(source).stored
         found = [state / FOLDERS[path.kind] / path.place]

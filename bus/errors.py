@@ -263,6 +263,11 @@ class Cancelled(TinsmithError):
     code = "cancelled"
 
 
+def cancelled() -> Cancelled:
+    """The error of a command that was stopped."""
+    return Cancelled("it was stopped on request", remedy="Submit it again with a new id if it is wanted after all.")
+
+
 class DeadlineExceeded(TinsmithError):
     """The caller's own deadline passed; the command itself goes on and its result is kept."""
 

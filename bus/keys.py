@@ -17,7 +17,7 @@ class Keys:
     bus: str
 
     def __post_init__(self) -> None:
-        if not _BUS.match(self.bus):
+        if not _BUS.fullmatch(self.bus):
             raise StartupError(
                 f"bus name {self.bus!r} is not valid", remedy="Use letters, digits and . _ - (64 at most)."
             )

@@ -102,7 +102,7 @@ _READER = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
 
 def check_reader(name: str | None) -> str | None:
     """The name of an inbox, or None. Raises InvalidInput when it can't be one."""
-    if name is not None and not _READER.match(name):
+    if name is not None and not _READER.fullmatch(name):
         raise InvalidInput(
             f"{name!r} is not an inbox name", remedy="Use letters, digits and . _ - (64 at most).", field="reply_to"
         )

@@ -136,9 +136,14 @@ class Generator:
     @torch.inference_mode()
     def step(self) -> list[Finished | Failed]:
         """Prefill some, decode one token for every live row; returns the requests that ended."""
-        self._admit()
-        if self._live:
-            self._decode()
+        try:
+            self._admit()
+            if self._live:
+                self._decode()
+        except Exception:
+            # The owner gives up what is under way; what was begun for it must not be tried again and again.
+            self._prefill, self._ended = None, []
+            raise
         if not self._waiting:
             self._prefill = None
         if not self._live:

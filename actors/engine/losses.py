@@ -66,7 +66,7 @@ class LossRegistry:
     def register(self, loss: Loss) -> None:
         """Add a loss; raises StartupError where its declaration is wrong or its name is taken."""
         remedy = "mend the declaration of the loss and start again."
-        if not _NAME.match(loss.name):
+        if not _NAME.fullmatch(loss.name):
             raise StartupError(f"loss name {loss.name!r} is not of the form {_NAME.pattern}.", remedy=remedy)
         if loss.name in self._losses:
             raise StartupError(f"loss {loss.name!r} is registered twice.", remedy="give it another name.")

@@ -12,12 +12,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tinsmith.api.http.leftovers import delete_folder
+from tinsmith.api.http.leftovers import delete_folder, replaced
 from tinsmith.api.http.names import UNNAMED_PREFIX, PathKind, TinkerPath
 from tinsmith.api.http.records import ModelRecord, SaveRecord
 from tinsmith.api.http.settings import HttpSettings
 
-KINDS: tuple[PathKind, ...] = ("weights", "sampler_weights")
+STORED_KINDS: tuple[PathKind, ...] = ("weights", "sampler_weights")
 TYPES: dict[PathKind, str] = {"weights": "training", "sampler_weights": "sampler"}
 
 
@@ -80,7 +80,7 @@ def has_saves(settings: HttpSettings, model: str) -> bool:
 
 
 def _named(settings: HttpSettings, model: str) -> Iterator[TinkerPath]:
-    for kind in KINDS:
+    for kind in STORED_KINDS:
         folder = settings.folder(kind, model)
         for place in folder.iterdir() if folder.is_dir() else ():
             unnamed = kind == "sampler_weights" and place.name.startswith(UNNAMED_PREFIX)
@@ -109,7 +109,10 @@ def remove(settings: HttpSettings, path: TinkerPath) -> bool:
 
     A sampler that has read it goes on to the end of what it samples; whoever asks for it from now on is refused.
     """
-    return delete_folder(settings.folder(path.kind, path.place))
+    place = settings.folder(path.kind, path.place)
+    # What a writer that died was about to replace must not come back in its place.
+    delete_folder(replaced(place))
+    return delete_folder(place)
 
 
 def remove_unnamed(settings: HttpSettings, model: str, held: frozenset[str]) -> None:

@@ -8,7 +8,6 @@ same, refused, and fails in its place.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from typing import Any
@@ -16,14 +15,15 @@ from typing import Any
 from starlette.requests import Request
 
 from tinsmith.api.http.auth import owner_of
+from tinsmith.api.http.catalog import look
 from tinsmith.api.http.completions import Completions
-from tinsmith.api.http.names import REFUSED_PREFIX, TinkerPath, refused_id, session_of
+from tinsmith.api.http.names import REFUSED_PREFIX, TinkerPath, owner_in, refused_id, session_of
 from tinsmith.api.http.records import ModelRecord, SessionRecord
 from tinsmith.api.http.settings import HttpSettings
 from tinsmith.api.http.store import Store
 from tinsmith.bus.commands import REFUSED, parse_args
 from tinsmith.bus.connection import open_bus
-from tinsmith.bus.envelope import CONTROL_LANE, Command, Event, Kind
+from tinsmith.bus.envelope import CONTROL_LANE, Command, Event, Kind, new_id
 from tinsmith.bus.errors import (
     CommandConflict,
     InvalidInput,
@@ -99,10 +99,9 @@ class Door:
 
     async def cancel(self, request: str) -> None:
         """Have a sample that is wanted no more stopped; nothing waits for it. Raises Busy, BusUnreachable, BusLost."""
-        # The same however often it is asked for.
-        name = hashlib.blake2b(request.encode(), digest_size=16).hexdigest()
-        command = Command(id=name, model=CONTROL_LANE, kind=Kind.CANCEL, seq=-1, args={"command": request})
-        await self.bus.submit(command)
+        await self.bus.submit(
+            Command(id=new_id(), model=CONTROL_LANE, kind=Kind.CANCEL, seq=-1, args={"command": request})
+        )
 
     def cancel_soon(self, request: str) -> None:
         """As `cancel`, from where nothing can be awaited any more."""
@@ -156,8 +155,10 @@ class Door:
         owner = self.owner(request)
         run = await self.store.model(path.model)
         if run is not None and run.owner != owner:
-            saves = await self.store.saves(path.model)
-            if not any(save.public for save in saves.get(path.checkpoint_id, ())):
+            # Public is what was published, not what took its name since.
+            records = (await self.store.saves(path.model)).get(path.checkpoint_id, ())
+            found = await asyncio.to_thread(look, self.settings, path, records)
+            if found is None or found.record is None or not found.record.public:
                 run = None
         if run is None:
             raise UnknownVersion(f"there is no {path}", remedy="Use a path that a save returned.", field="path")
@@ -166,9 +167,20 @@ class Door:
     async def check_owner(self, request: Request, name: str) -> None:
         """Whether a model, sampling session or request is of a session of the caller's. Raises UnknownModel."""
         owner = self.owner(request)
-        record = await self.store.session(session_of(name)) or await self.store.model(name)
-        if record is not None and record.owner != owner:
+        if await self.owner_of(name) not in (None, owner):
             raise UnknownModel("there is no such model or request", remedy="Use the key that made it.", model=name)
+
+    async def owner_of(self, name: str) -> str | None:
+        """Whose a model, sampling session or request is; None for what was made at another door."""
+        if (owner := owner_in(name)) is not None:
+            return owner
+        if (session := await self.store.session(session_of(name))) is not None:
+            return session.owner
+        parts = name.split(":")
+        for count in range(len(parts), 0, -1):
+            if (model := await self.store.model(":".join(parts[:count]))) is not None:
+                return model.owner
+        return None
 
     async def status(self) -> dict[str, Any] | None:
         """What the service last said of itself; None when it is silent."""

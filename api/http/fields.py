@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from tinsmith.bus.errors import InvalidInput
@@ -28,6 +30,14 @@ def optional(body: Mapping[str, Any], name: str, kind: type[T], default: T) -> T
 def maybe(body: Mapping[str, Any], name: str, kind: type[T]) -> T | None:
     """A field that may be absent or null; then None."""
     return _checked(body[name], name, kind) if body.get(name) is not None else None
+
+
+def token_array(tokens: Sequence[int]) -> npt.NDArray[np.int32]:
+    """Token ids as int32 [n]. Raises InvalidInput for one that no vocabulary holds."""
+    for at, token in enumerate(tokens):
+        if not 0 <= token < 2**31:
+            raise InvalidInput(f"token {token} at position {at} is no token id", field="prompt")
+    return np.asarray(tokens, np.int32)
 
 
 def _checked(value: Any, name: str, kind: type[T]) -> T:

@@ -21,11 +21,13 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from tinsmith.api.http.door import Door
 from tinsmith.api.http.names import UNNAMED_PREFIX, is_session_model, session_of
 from tinsmith.bus.envelope import new_id
+
+if TYPE_CHECKING:
+    from tinsmith.api.http.door import Door
 
 log = logging.getLogger("tinsmith.http")
 
@@ -124,22 +126,34 @@ def is_due(one: Leftover, holders: Holders, now: float) -> bool:
 
 
 def take_away(due: Iterable[Leftover]) -> None:
-    """Delete them; but what a crash left between two names gets its own back."""
+    """Delete them; but what a crash left between two names gets its own back. One that can't be deleted stays."""
     for one in due:
-        if one.kind == "temporary" and one.path.name.endswith(_REPLACED):
-            proper = one.path.with_name(one.path.name.removesuffix(_REPLACED)[1:])
-            if not proper.exists():
-                log.warning("%s was about to be replaced when its writer died, it stays", proper)
-                one.path.rename(proper)
-                continue
-        log.info("nothing holds %s any more", one.path)
-        if one.kind == "empty":
-            try:
-                one.path.rmdir()
-            except OSError as error:
-                log.info("%s is in use again: %s", one.path, error)
-            continue
-        delete_folder(one.path)
+        try:
+            _take_away(one)
+        except OSError as error:
+            log.warning("%s can't be taken away: %s", one.path, error)
+
+
+def _take_away(one: Leftover) -> None:
+    if one.kind == "temporary" and one.path.name.endswith(_REPLACED):
+        proper = one.path.with_name(one.path.name.removesuffix(_REPLACED)[1:])
+        if not proper.exists():
+            log.warning("%s was about to be replaced when its writer died, it stays", proper)
+            one.path.rename(proper)
+            return
+    log.info("nothing holds %s any more", one.path)
+    if one.kind == "empty":
+        try:
+            one.path.rmdir()
+        except OSError as error:
+            log.info("%s is in use again: %s", one.path, error)
+        return
+    delete_folder(one.path)
+
+
+def replaced(path: Path) -> Path:
+    """Where a folder lies in the instant in which its successor takes its name."""
+    return path.with_name(f".{path.name}{_REPLACED}")
 
 
 def delete_folder(path: Path) -> bool:

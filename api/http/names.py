@@ -4,6 +4,7 @@
     model              <session>:train:<model_seq_id>
     sampling session   <session>:sample:<n>, or <model>:sampler:<seq> for one made by save_weights_for_sampler
     request            <model>:<seq> or <sampling session>:<seq>; it is also the command's id on the bus
+    owned command      u-<owner>:<32 hex>: of no session and no model, such as a sample at another dialect
     refused request    x-<32 hex>: never became a command, the reason is in the store
 
 A path is tinker://<model>/<kind>/<name>, the same thing as the place <model>/<name> on the bus. External weights, a
@@ -23,6 +24,7 @@ from tinsmith.bus.errors import InvalidInput
 REFUSED_PREFIX = "x-"
 UNNAMED_PREFIX = "@"
 """Begins the names of versions and checkpoints that the client did not name; a client's own may not."""
+_OWNED_PREFIX = "u-"
 EXTERNAL_PREFIX = "external."
 """Begins the names under which external weights lie; a client's own may not."""
 
@@ -67,13 +69,29 @@ def unnamed_sampler_id(model: str, seq: int) -> str:
 
 def unnamed_version(sampler: str) -> str | None:
     """The version `model/@seq` behind such a sampling session; None for one of another kind."""
-    found = _UNNAMED_SAMPLER.match(sampler)
+    found = _UNNAMED_SAMPLER.fullmatch(sampler)
     return f"{found[1]}/{UNNAMED_PREFIX}{found[2]}" if found else None
+
+
+def owned_id(owner: str) -> str:
+    """A fresh id for a command of no session, in which its owner stands."""
+    return f"{_OWNED_PREFIX}{owner}:{new_id()}"
+
+
+def owner_in(name: str) -> str | None:
+    """The owner that stands in an id; None for one of another kind."""
+    first = session_of(name)
+    return first.removeprefix(_OWNED_PREFIX) if first.startswith(_OWNED_PREFIX) else None
 
 
 def request_id(owner: str, seq: int) -> str:
     """The request `seq` of a model or sampling session."""
     return f"{owner}:{seq}"
+
+
+def unload_id(model: str) -> str:
+    """The command that unloads a session's model, the same at each try; a name may be as long as an id."""
+    return f"unload-{hashlib.blake2b(model.encode(), digest_size=16).hexdigest()}"
 
 
 def session_of(name: str) -> str:
@@ -83,12 +101,12 @@ def session_of(name: str) -> str:
 
 def is_session_model(model: str) -> bool:
     """Whether a model was made in a session, and goes with it."""
-    return bool(_SESSION_MODEL.match(model))
+    return bool(_SESSION_MODEL.fullmatch(model))
 
 
 def is_name(text: str) -> bool:
     """Whether the bus can carry this name."""
-    return bool(_NAME.match(text))
+    return bool(_NAME.fullmatch(text))
 
 
 def given_name(name: object, seq: int) -> str:
@@ -152,7 +170,7 @@ class TinkerPath:
 
 def parse_path(text: object, *kinds: PathKind) -> TinkerPath:
     """The parts of a path of one of these kinds (none given: of any). Raises InvalidInput."""
-    found = _PATH.match(text) if isinstance(text, str) else None
+    found = _PATH.fullmatch(text) if isinstance(text, str) else None
     for kind in kinds or KINDS:
         if found and found[2] == kind and is_name(found[1]) and is_name(found[3]):
             return TinkerPath(found[1], kind, found[3])

@@ -29,7 +29,7 @@ class SessionRecord(Record):
     user_metadata: dict[str, Any] | None = None
     display_name: str | None = None
     project: str = DEFAULT_PROJECT
-    """As its client said at first; it may have been moved since, see Store.projects."""
+    """As its client said at first; it may have been moved since, see Store.project."""
 
 
 class FinishRecord(Record):

@@ -90,11 +90,9 @@ class Store:
 
     async def heartbeat(self, session: str, now: float) -> bool:
         """Note that its client lives; False when the session is over."""
-        (score,) = await self._call(("ZSCORE", self._key("seen"), session))
-        if score is None:
-            return False
-        await self._call(("ZADD", self._key("seen"), "XX", now, session))
-        return True
+        key = self._key("seen")
+        _, score = await self._call(("ZADD", key, "XX", now, session), ("ZSCORE", key, session))
+        return score is not None
 
     async def finish(self, session: str, how: FinishRecord | None = None) -> None:
         """Its client said good-bye; others may still use it."""
@@ -178,7 +176,7 @@ class Store:
         return float(score) if score is not None else None
 
     async def put_model(self, model: str, record: ModelRecord) -> None:
-        """A model that is being made; writing it again changes nothing that matters."""
+        """A model that is being made; the first to write it owns it, so see first whose its name is."""
         await self._call(
             ("SET", self._key("model", model), record.model_dump_json(), "NX"),
             ("ZADD", self._key("models"), "NX", record.created, model),
@@ -247,6 +245,14 @@ class Store:
             await self._call(("HSET", key, checkpoint_id, text))
         else:
             await self._call(("HDEL", key, checkpoint_id))
+
+    async def forget_save(self, model: str, request: str) -> None:
+        """Forget what was said of a save that failed: what takes its name later is another one's."""
+        seq = request.rpartition(":")[2]
+        for checkpoint_id, records in (await self.saves(model)).items():
+            kept = [record for record in records if str(record.seq) != seq]
+            if len(kept) < len(records):
+                await self.put_saves(model, checkpoint_id, kept)
 
     async def put_refusal(self, request: str, error: TinsmithError) -> None:
         """Why a request never became a command."""

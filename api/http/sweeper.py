@@ -1,7 +1,7 @@
 """The chores of the HTTP door: sessions that fell silent are ended, checkpoints and versions whose time is over are
 deleted, and so is what nothing holds any more (leftovers.py).
 
-Any replica may do them, one at a time; each step may be repeated after a crash.
+Any replica may do them, and two at once when one takes long: each step may be repeated.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 from tinsmith.api.http.catalog import has_saves, look, remove, remove_unnamed
 from tinsmith.api.http.door import Door
 from tinsmith.api.http.leftovers import collect
-from tinsmith.api.http.names import PathKind, TinkerPath, is_session_model, session_of
+from tinsmith.api.http.names import PathKind, TinkerPath, is_session_model, session_of, unload_id
 from tinsmith.bus.envelope import Command, Kind
 from tinsmith.bus.errors import BusError, BusLost, InvalidInput
 
@@ -39,6 +41,9 @@ async def sweep_for_ever(door: Door) -> None:
             raise
         except (BusError, OSError) as error:
             log.warning("chores were put off: %s", error)
+        except Exception:
+            # One record that can't be dealt with must not take the door down with it.
+            log.exception("chores were not done")
         await asyncio.sleep(SWEEP_SECONDS)
 
 
@@ -48,9 +53,22 @@ async def sweep(door: Door, now: float) -> None:
     # While no door was open nobody could be heard: after a restart every client gets its time anew.
     if now - door.opened >= settings.session_seconds:
         for session in await door.store.silent(now - settings.session_seconds, now - settings.finished_seconds):
-            await end_session(door, session)
+            with _alone(f"session {session}"):
+                await end_session(door, session)
     for model in await door.store.models():
-        await _expire(door, model, now)
+        with _alone(f"model {model}"):
+            await _expire(door, model, now)
+
+
+@contextmanager
+def _alone(what: str) -> Iterator[None]:
+    """What can't be done for one is tried again at the next sweep, and does not hold up the others."""
+    try:
+        yield
+    except BusLost:
+        raise
+    except (BusError, OSError) as error:
+        log.warning("%s was put off: %s", what, error)
 
 
 async def end_session(door: Door, session: str) -> None:
@@ -60,7 +78,7 @@ async def end_session(door: Door, session: str) -> None:
     """
     models = await door.store.models(session)
     for model in models:
-        command = Command(id=f"{model}:unload", model=model, kind=Kind.UNLOAD, seq=-1)
+        command = Command(id=unload_id(model), model=model, kind=Kind.UNLOAD, seq=-1)
         try:
             await door.bus.submit(command)
         except InvalidInput as error:

@@ -13,6 +13,7 @@ import zstandard
 from door_app import Running, running
 
 from tinsmith.api.http.door import Door
+from tinsmith.api.http.names import unload_id
 from tinsmith.api.http.settings import HttpSettings
 from tinsmith.api.http.sweeper import end_session, sweep
 from tinsmith.api.http.wire import tinsmith_pb2 as pb
@@ -185,7 +186,7 @@ async def test_a_silent_session_ends_with_all_that_is_its_own(client: Client, se
         assert client.post("session_heartbeat", session_id=client.session).status_code == 410
         assert list(settings.folder("sampler_weights", model).iterdir()) == []
         assert settings.folder("weights", f"{model}/kept").is_dir()
-        event, _ = await door.inbox.wait(f"{model}:unload", 30)
+        event, _ = await door.inbox.wait(unload_id(model), 30)
         assert event.ok
         assert client.result(client.step(model, 3)).json()["category"] == "user"
         await sweep(door, now + 55)
@@ -235,3 +236,108 @@ def test_a_result_that_is_not_there_yet_is_to_be_asked_for_again(settings: HttpS
         target = {"sampling_session_id": f"{client.session}:sample:0", "cloned_sampler_id": 0}
         none = client.post("retrieve_futures", target=target, prev_cursor=7, retrieved_request_ids=[], timeout=0.0)
         assert none.json() == {"completions": [], "cursor": 7}
+
+
+def test_what_lanes_did_for_one_tenant_no_other_sees(app: Running, client: Client) -> None:
+    """Samples through every dialect, listened to by the lane's name and without one."""
+    other = Client(app, "tml-two")
+    asked = {"kind": "sample", "args": {"max_tokens": 1}, "prompt": [1, 2]}
+    made = []
+    for who in (client, other):
+        made.append(who.http.post("/v1/commands", json=asked).json()["id"])
+        assert who.http.get(f"/v1/commands/{made[-1]}?wait=30").json()["event"]["ok"]
+    assert other.http.get(f"/v1/commands/{made[0]}").status_code == 404
+    for listened in ("", "&models=@sample"):
+        for who, own, others in ((client, made[0], made[1]), (other, made[1], made[0])):
+            with who.http.stream("GET", f"/v1/events?since=0{listened}") as stream:
+                for line in stream.iter_lines():
+                    assert others not in line
+                    if own in line:
+                        break
+
+
+def test_a_name_in_anothers_session_can_not_be_taken(app: Running, client: Client) -> None:
+    other = Client(app, "tml-two")
+    wanted = f"{client.session}:train:0"
+    args = {"base": "tiny", "lora": {"rank": 2}}
+    stolen = other.http.post("/v1/commands", json={"model": wanted, "kind": "create_model", "args": args})
+    assert stolen.status_code == 404
+    turn = {"kind": "sample", "args": {"max_tokens": 1}, "prompt": [1], "id": f"{wanted}:1"}
+    assert other.http.post("/v1/commands", json=turn).status_code == 404
+    assert client.model() == wanted
+    assert client.result(client.batch(message(wanted, 1))).status_code == 200
+    assert other.post("get_info", model_id=wanted).status_code == 404
+
+
+def test_results_of_a_native_model_are_its_owners_whatever_they_are_called(app: Running, client: Client) -> None:
+    other = Client(app, "tml-two")
+    create = {"model": "native", "kind": "create_model", "args": {"base": "tiny", "lora": {"rank": 2}}}
+    made = client.http.post("/v1/commands", json={**create, "id": "anything-1"}).json()["id"]
+    assert client.http.get(f"/v1/commands/{made}?wait=30").json()["event"]["ok"]
+    assert other.post("retrieve_future", request_id=made).status_code == 404
+    for name in ("native", "native:3", "native:sampler:3"):
+        assert other.http.get(f"/v1/commands/{name}").status_code == 404
+    # And nothing can be said beforehand of what another will save.
+    other.post("save_weights", model_id="native", seq_id=1, path="final", ttl_seconds=1)
+    save = {"model": "native", "kind": "save", "args": {"name": "final"}}
+    saved = client.http.post("/v1/commands", json=save).json()["id"]
+    assert client.http.get(f"/v1/commands/{saved}?wait=30").json()["event"]["ok"]
+    listed = client.http.get("/api/v1/training_runs/native/checkpoints").json()["checkpoints"]
+    assert [one["expires_at"] for one in listed] == [None]
+
+
+def test_what_took_the_name_of_a_published_checkpoint_is_not_public(app: Running, client: Client) -> None:
+    model, other = client.model(), Client(app, "tml-two")
+    client.result(client.post("save_weights", model_id=model, seq_id=1, path="x").json()["request_id"])
+    assert client.http.post(f"/api/v1/training_runs/{model}/checkpoints/weights/x/publish").status_code < 300
+    path = f"tinker://{model}/weights/x"
+    assert other.post("weights_info", tinker_path=path).status_code == 200
+    again = client.post("save_weights", model_id=model, seq_id=2, path="x", overwrite=True).json()
+    assert "error" not in client.result(again["request_id"]).json()
+    assert other.post("weights_info", tinker_path=path).status_code == 404
+
+
+def test_what_was_said_of_a_save_that_failed_is_forgotten(client: Client, settings: HttpSettings) -> None:
+    model = client.model()
+    asked = {"model_id": model, "path": "v"}
+    first = client.post("save_weights_for_sampler", seq_id=1, **asked).json()
+    assert "error" not in client.result(first["request_id"]).json()
+    failed = client.post("save_weights_for_sampler", seq_id=2, ttl_seconds=1, **asked).json()
+    assert "error" in client.result(failed["request_id"]).json()
+    listed = client.http.get(f"/api/v1/training_runs/{model}/checkpoints").json()["checkpoints"]
+    assert [one["expires_at"] for one in listed] == [None]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/commands", {"kind": "sample", "args": {"max_tokens": 1}, "prompt": [2**31]}),
+        ("/v1/completions", {"model": "tiny", "prompt": [2**40], "max_tokens": 1}),
+        ("/v1/completions", {"model": "tiny", "prompt": [1], "max_tokens": 0}),
+        ("/v1/completions", {"model": "tiny", "prompt": [1], "n": 0}),
+    ],
+)
+def test_numbers_that_nothing_can_hold_are_refused(client: Client, path: str, body: dict[str, Any]) -> None:
+    answer = client.http.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+
+
+async def test_a_session_whose_model_has_the_longest_name_ends(client: Client, settings: HttpSettings) -> None:
+    name = f"{client.session}:{'a' * (127 - len(client.session))}"
+    create = {"model": name, "kind": "create_model", "args": {"base": "tiny", "lora": {"rank": 2}}}
+    made = client.http.post("/v1/commands", json=create).json()["id"]
+    assert client.http.get(f"/v1/commands/{made}?wait=30").json()["event"]["ok"]
+    far = client.post(
+        "create_model", session_id=client.session, model_seq_id=10**120, base_model="tiny", lora_config={"rank": 1}
+    )
+    assert "error" in client.result(far.json()["request_id"]).json()
+    endless = client.post("save_weights", model_id=client.model(1), seq_id=1, path="p", ttl_seconds=10**12).json()
+    assert client.result(endless["request_id"]).json()["category"] == "user"
+    assert client.http.get("/api/v1/checkpoints").status_code == 200
+    door = await Door.open(settings)
+    try:
+        await end_session(door, client.session)
+        event, _ = await door.inbox.wait(unload_id(name), 30)
+        assert event.ok
+    finally:
+        await door.close()

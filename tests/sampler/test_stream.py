@@ -7,9 +7,11 @@ import pytest
 from sampling_runs import forward_logprobs, request, run
 
 from tinsmith.actors.engine.generate import Generator
+from tinsmith.actors.engine.prefill import Prefill
 from tinsmith.actors.engine.sample_request import Finished, SampleRequest
 from tinsmith.bus.commands import SampleArgs
-from tinsmith.bus.parts import Part, pack_parts, unpack_parts
+from tinsmith.bus.errors import CommandFailed
+from tinsmith.bus.parts import Part, Told, pack_parts, unpack_parts
 
 
 def streamed(generator: Generator, *requests: SampleRequest) -> tuple[dict[str, Finished], dict[str, list[Part]]]:
@@ -78,3 +80,32 @@ def test_draws_differ_by_seed_and_are_nobody_elses_without_one(model, prompts):
 def test_arguments_that_make_no_sense_for_draws_are_refused():
     with pytest.raises(ValueError, match="256"):
         SampleArgs(prompt_draws=257)
+
+
+def test_a_reader_is_told_each_token_once_whatever_comes_twice_or_not_at_all():
+    def part(at, *tokens, reason=None):
+        return Part(0, at, list(tokens), [0.0] * len(tokens), "".join(chr(96 + t) for t in tokens), reason)
+
+    whole = part(0, 1, 2, 3, 4, 5, reason="length")
+    told = Told(0)
+    seen = [told.take(it) for it in (part(0, 1), part(1, 2), part(0, 1), part(1, 2), part(3, 4))]
+    seen.append(told.rest(whole))
+    assert [it for it in seen if it is not None] == [part(0, 1), part(1, 2), part(2, 3, 4, 5, reason="length")]
+    assert told.rest(whole) is None
+    other = Told(0)
+    other.take(part(0, 9))
+    with pytest.raises(CommandFailed):
+        other.rest(whole)
+
+
+def test_a_prefill_that_fails_is_not_tried_for_ever(model, prompts, monkeypatch):
+    """The owner gives up what is under way; the next request is served."""
+    generator = Generator(model)
+    generator.submit(request("bad", prompts[3], max_tokens=2))
+    monkeypatch.setattr(Prefill, "advance", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
+    with pytest.raises(MemoryError):
+        generator.step()
+    monkeypatch.undo()
+    assert generator.cancel("bad")
+    assert not generator.busy
+    assert run(generator, [request("good", prompts[2], max_tokens=2)])["good"].sequences

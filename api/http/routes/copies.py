@@ -26,6 +26,8 @@ from tinsmith.bus.errors import InvalidInput, UnknownVersion
 
 router = APIRouter(prefix="/api/v1")
 
+LONGEST_LIFE = 100 * 365 * 86400
+"""Seconds: what a date can still be told of."""
 _MISSING = "Use a path that a save returned; its owner must have published it, if that is not you."
 
 
@@ -82,8 +84,10 @@ def refuse_token(token: object) -> None:
 
 def life_of(seconds: int | None) -> int | None:
     """A time to live; None: for ever. Raises InvalidInput."""
-    if seconds is not None and seconds < 1:
-        raise InvalidInput(f"{seconds} is not a time to live", remedy="Send a positive number.", field="ttl_seconds")
+    if seconds is not None and not 1 <= seconds <= LONGEST_LIFE:
+        raise InvalidInput(
+            f"{seconds} is not a time to live", remedy=f"Send 1 to {LONGEST_LIFE}, or null.", field="ttl_seconds"
+        )
     return seconds
 
 

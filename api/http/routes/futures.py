@@ -11,7 +11,7 @@ from tinsmith.api.http.names import REFUSED_PREFIX
 from tinsmith.api.http.responses import PROTOBUF, HttpError, json_response, proto_response, read_object
 from tinsmith.api.http.routes.session import door_of
 from tinsmith.api.http.wire.results import PROTO_KINDS, as_json, as_proto
-from tinsmith.bus.envelope import Kind
+from tinsmith.bus.envelope import LANES, Kind
 from tinsmith.bus.errors import BusUnreachable, DeadlineExceeded, UnknownCommand
 
 router = APIRouter(prefix="/api/v1")
@@ -26,6 +26,10 @@ async def retrieve_future(request: Request) -> Response:
         await door.check_owner(request, name)
     try:
         event, result = await door.outcome(name, door.settings.poll_seconds)
+        if event.model not in LANES and not name.startswith(REFUSED_PREFIX):
+            await door.check_owner(request, event.model)
+        if event.kind in (Kind.SAVE, Kind.PUBLISH) and not event.ok:
+            await door.store.forget_save(event.model, name)
         if event.kind is Kind.CREATE_MODEL and not event.ok:
             await door.store.drop_model(event.model)
         if event.ok and event.kind in PROTO_KINDS and PROTOBUF in request.headers.get("accept", ""):

@@ -20,15 +20,15 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
 
 from tinsmith.api.http.door import Door
-from tinsmith.api.http.fields import field, maybe, optional
-from tinsmith.api.http.names import session_of
+from tinsmith.api.http.fields import field, maybe, optional, token_array
+from tinsmith.api.http.names import owned_id
 from tinsmith.api.http.records import ModelRecord
 from tinsmith.api.http.responses import HttpError, json_response, read_object
 from tinsmith.api.http.routes.session import door_of
 from tinsmith.bus.codec import decode, encode, unpack_ragged
 from tinsmith.bus.commands import parse_args
 from tinsmith.bus.datum import Datum, pack_datums
-from tinsmith.bus.envelope import CONTROL_LANE, LANES, SAMPLE_LANE, Command, Kind, new_id
+from tinsmith.bus.envelope import CONTROL_LANE, LANES, SAMPLE_LANE, Command, Kind
 from tinsmith.bus.errors import DeadlineExceeded, Gap, InvalidDatum, InvalidInput
 from tinsmith.bus.events import Streamed
 
@@ -51,14 +51,19 @@ async def submit(request: Request) -> Response:
     args = optional(content, "args", dict[str, Any], {})
     parsed = parse_args(kind, args)
     body, lengths = _body(content)
-    await _own(door, request, model, kind, parsed)
+    await _check(door, request, model, parsed)
     seq = optional(content, "seq", int, 0 if kind is Kind.CREATE_MODEL else -1)
     try:
-        name = maybe(content, "id", str) or new_id()
+        name = maybe(content, "id", str) or owned_id(door.owner(request))
+        await door.check_owner(request, name)
         command = Command(id=name, model=model, kind=kind, seq=seq, args=args, lengths=lengths)
     except ValueError as error:
         raise InvalidInput(str(error)) from None
     submitted = await door.inbox.submit(command, body)
+    if kind is Kind.CREATE_MODEL and parsed.lora is not None:
+        # Only now: whoever is refused the name must not own it.
+        record = ModelRecord(owner=door.owner(request), created=time.time(), base=parsed.base, lora=parsed.lora)
+        await door.store.put_model(model, record)
     return _respond(request, {"id": command.id, "seq": submitted.seq, "state": submitted.state}, 202)
 
 
@@ -96,7 +101,7 @@ async def _stream(
     yield b": tinsmith events\n\n"
     async for item in door.bus.events(models, since):
         model = item.model or ""
-        if models is None and not await _visible(door, owner, model, item):
+        if not await _visible(door, owner, model, item):
             continue
         if isinstance(item, Gap):
             yield f"event: gap\ndata: {json.dumps(item.to_wire())}\n\n".encode()
@@ -106,20 +111,14 @@ async def _stream(
 
 
 async def _visible(door: Door, owner: str, model: str, item: Streamed | Gap) -> bool:
-    """Whether a model, or the session that sampled, is the caller's; what belongs to nobody is for all."""
-    name = item.event.id if model in LANES and isinstance(item, Streamed) else model
-    record = await door.store.session(session_of(name)) or await door.store.model(name)
-    return record is None or record.owner == owner
+    """Whether a model, or what a lane did for somebody, is the caller's; a model that belongs to nobody is for all."""
+    if model not in LANES:
+        return await door.owner_of(model) in (None, owner)
+    return isinstance(item, Gap) or await door.owner_of(item.event.id) == owner
 
 
-async def _own(door: Door, request: Request, model: str, kind: Kind, args: Any) -> None:
-    """Remember whose model this will be, or see that it is the caller's."""
-    if kind is Kind.CREATE_MODEL:
-        owner = door.owner(request)
-        record = await door.store.model(model)
-        if record is None and args.lora is not None:
-            record = ModelRecord(owner=owner, created=time.time(), base=args.base, lora=args.lora)
-            await door.store.put_model(model, record)
+async def _check(door: Door, request: Request, model: str, args: Any) -> None:
+    """Raise UnknownModel when what a command is about is another tenant's."""
     for name in (model, *(getattr(args, place, None) for place in ("version", "checkpoint", "command"))):
         if name not in (None, "base", *LANES):
             await door.check_owner(request, str(name).partition("/")[0])
@@ -127,7 +126,7 @@ async def _own(door: Door, request: Request, model: str, kind: Kind, args: Any) 
 
 def _body(content: Mapping[str, Any]) -> tuple[bytes, tuple[int, ...]]:
     if content.get("prompt") is not None:
-        return encode({"prompt": np.asarray(field(content, "prompt", list[int]), np.int32)}), ()
+        return encode({"prompt": token_array(field(content, "prompt", list[int]))}), ()
     if content.get("body") is not None:
         lengths = tuple(optional(content, "lengths", list[int], []))
         return field(content, "body", bytes), lengths

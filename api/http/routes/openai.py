@@ -13,25 +13,24 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
 
 from tinsmith.api.http.catalog import saved
-from tinsmith.api.http.choices import Choice, Name, Shape, as_json, by_choice, wholes
+from tinsmith.api.http.choices import Name, Shape, as_json, by_choice
 from tinsmith.api.http.door import Door
-from tinsmith.api.http.fields import field, maybe, optional
-from tinsmith.api.http.names import parse_path
+from tinsmith.api.http.fields import field, maybe, optional, token_array
+from tinsmith.api.http.names import owned_id, parse_path
 from tinsmith.api.http.responses import HttpError, json_response, read_object
 from tinsmith.api.http.routes.sampling import stop_args
 from tinsmith.api.http.routes.session import door_of
 from tinsmith.api.http.tokenizer import TextCodec, load_codec
 from tinsmith.bus.codec import encode
 from tinsmith.bus.commands import parse_args
-from tinsmith.bus.envelope import SAMPLE_LANE, Command, Kind, new_id
+from tinsmith.bus.envelope import SAMPLE_LANE, Command, Kind
 from tinsmith.bus.errors import DeadlineExceeded, InvalidInput, TinsmithError
 from tinsmith.bus.inbox import Result
-from tinsmith.bus.parts import Part
+from tinsmith.bus.parts import Part, Told, wholes
 
 router = APIRouter()
 
@@ -155,7 +154,7 @@ async def _complete(
 async def _stream(asked: Asked, first: Arrived, others: AsyncIterator[Arrived]) -> AsyncIterator[bytes]:
     """Server-sent events, as OpenAI has them; an error ends the stream and stands in it."""
     head = _head(asked, "chat.completion.chunk" if asked.shape == "chat.completion" else asked.shape)
-    choices = [Choice(index) for index in range(len(asked.prompts) * asked.n)]
+    choices = [Told(index) for index in range(len(asked.prompts) * asked.n)]
     try:
         async for at, item in _chain(first, others):
             of_prompt = choices[at * asked.n :]
@@ -189,7 +188,7 @@ async def _results(door: Door, asked: Asked) -> AsyncIterator[Arrived]:
 
     async def follow(at: int, command: Command) -> None:
         try:
-            body = encode({"prompt": np.asarray(asked.prompts[at], np.int32)})
+            body = encode({"prompt": token_array(asked.prompts[at])})
             async for item in door.inbox.stream(command, body):
                 arrived.put_nowait((at, item))
         except Exception as error:
@@ -197,17 +196,18 @@ async def _results(door: Door, asked: Asked) -> AsyncIterator[Arrived]:
 
     following = [asyncio.create_task(follow(at, command)) for at, command in enumerate(asked.commands)]
     left = set(range(len(asked.commands)))
+    deadline = time.monotonic() + SECONDS
     try:
-        async with asyncio.timeout(SECONDS):
-            while left:
-                at, item = await arrived.get()
-                if isinstance(item, BaseException):
-                    raise item
-                if isinstance(item, tuple):
-                    left.discard(at)
-                    if item[0].error is not None:
-                        raise TinsmithError.from_wire(item[0].error)
-                yield at, item
+        while left:
+            # Not around the whole: the answer is written by another task than the one that began here.
+            at, item = await asyncio.wait_for(arrived.get(), deadline - time.monotonic())
+            if isinstance(item, BaseException):
+                raise item
+            if isinstance(item, tuple):
+                left.discard(at)
+                if item[0].error is not None:
+                    raise TinsmithError.from_wire(item[0].error)
+            yield at, item
     except (TimeoutError, DeadlineExceeded):
         raise HttpError(504, f"no answer within {SECONDS:g} s") from None
     finally:
@@ -225,7 +225,8 @@ async def _read(
     _check(body, shape)
     model = field(body, "model", str)
     wanted, likeliest = _logprobs(body, shape)
-    most = maybe(body, "max_completion_tokens", int) or maybe(body, "max_tokens", int) or DEFAULT_TOKENS[shape]
+    asked = (maybe(body, name, int) for name in ("max_completion_tokens", "max_tokens"))
+    most = next((count for count in asked if count is not None), DEFAULT_TOKENS[shape])
     shared: dict[str, Any] = {
         "version": await _version(door, request, model),
         "n": optional(body, "n", int, 1),
@@ -238,10 +239,11 @@ async def _read(
         **stop_args(body.get("stop")),
     }
     commands = []
+    owner = door.owner(request)
     for prompt in prompts:
-        args = {**shared, "max_tokens": most or max(1, await door.context() - len(prompt))}
+        args = {**shared, "max_tokens": max(1, await door.context() - len(prompt)) if most is None else most}
         parse_args(Kind.SAMPLE, args)
-        commands.append(Command(id=new_id(), model=SAMPLE_LANE, kind=Kind.SAMPLE, seq=-1, args=args))
+        commands.append(Command(id=owned_id(owner), model=SAMPLE_LANE, kind=Kind.SAMPLE, seq=-1, args=args))
     options = optional(body, "stream_options", dict[str, Any], {})
     for unknown in set(options) - {"include_usage"}:
         raise InvalidInput(f"no such option {unknown!r}", remedy="Known is: include_usage.", field="stream_options")

@@ -179,8 +179,11 @@ async def _create(
     args: dict[str, Any] = {"base": door.settings.alias, "lora": record.lora.model_dump()}
     if checkpoint is not None:
         args.update(checkpoint=checkpoint, optimizer=optimizer)
+    try:
+        command = Command(id=request_id(model, 0), model=model, kind=Kind.CREATE_MODEL, seq=0, args=args)
+    except ValueError:
+        raise InvalidInput(f"{model!r} can't be a model's id", field="model_seq_id") from None
     await door.store.put_model(model, record)
-    command = Command(id=request_id(model, 0), model=model, kind=Kind.CREATE_MODEL, seq=0, args=args)
     return _future(await door.submit(command), model)
 
 
@@ -296,6 +299,8 @@ async def _note_save(door: Door, body: Mapping[str, Any], kind: Any) -> None:
         metadata = maybe(body, "user_metadata", dict[str, str])
     except InvalidInput:
         return  # Its future has failed for it.
+    if await door.store.model(model) is None:
+        return  # Nobody's: nothing can be said of it.
     now = time.time()
     record = SaveRecord(seq=seq, at=now, expires_at=now + ttl if ttl is not None else None, user_metadata=metadata)
     place = TinkerPath(model, kind, name).stored.checkpoint_id
