@@ -9,7 +9,7 @@ from tinsmith.actors.sampling import SamplingLane
 from tinsmith.bus.commands import parse_args
 from tinsmith.bus.consumer import Taken
 from tinsmith.bus.envelope import CONTROL_LANE, SAMPLE_LANE, Kind
-from tinsmith.bus.errors import InvalidInput, TinsmithError, UnknownCommand
+from tinsmith.bus.errors import InvalidInput, UnknownCommand
 from tinsmith.bus.streams import Bus
 
 ROOM = 4096
@@ -20,26 +20,21 @@ class ControlLane(Lane):
     """Carries out cancel. It ends when its object has ended, so that a crash in between only repeats it."""
 
     def __init__(self, bus: Bus, leases: Leases, sampling: SamplingLane) -> None:
-        super().__init__(CONTROL_LANE, bus, leases, ROOM)
+        super().__init__(CONTROL_LANE, Kind.CANCEL, bus, leases, ROOM)
         self._sampling = sampling
 
     async def carry_out(self, taken: Taken) -> Outcome:
         """`cancelled` in the result tells whether it was stopped, or had ended by itself."""
-        try:
-            if taken.command.kind is not Kind.CANCEL:
-                raise InvalidInput(f"{taken.command.kind.value} is no command of this lane", remedy="Send cancel.")
-            command = parse_args(Kind.CANCEL, taken.command.args).command
-            stands = await self._bus.stands(command)
-            if stands is None:
-                raise UnknownCommand(
-                    f"the bus has no record of {command!r}", remedy="Check the id.", command=taken.command.id
-                )
-            if stands[0] != SAMPLE_LANE:
-                raise InvalidInput(
-                    f"{command!r} is a command of model {stands[0]!r}, whose order would have a hole without it",
-                    remedy="Only samples can be stopped.",
-                    field="command",
-                )
-            return Outcome(result={"cancelled": await self._sampling.cancel(command)})
-        except TinsmithError as error:
-            return Outcome(error=error)
+        command = parse_args(Kind.CANCEL, taken.command.args).command
+        stands = await self._bus.stands(command)
+        if stands is None:
+            raise UnknownCommand(
+                f"the bus has no record of {command!r}", remedy="Check the id.", command=taken.command.id
+            )
+        if stands[0] != SAMPLE_LANE:
+            raise InvalidInput(
+                f"{command!r} is a command of model {stands[0]!r}, whose order would have a hole without it",
+                remedy="Only samples can be stopped.",
+                field="command",
+            )
+        return Outcome(result={"cancelled": await self._sampling.cancel(command)})

@@ -11,7 +11,8 @@ from tinsmith.actors.gather import Outcome
 from tinsmith.actors.leases import Leases
 from tinsmith.actors.training import make_event
 from tinsmith.bus.consumer import Taken
-from tinsmith.bus.errors import CommandFailed, Fenced
+from tinsmith.bus.envelope import Kind
+from tinsmith.bus.errors import CommandFailed, Fenced, InvalidInput, TinsmithError
 from tinsmith.bus.streams import Bus
 
 log = logging.getLogger("tinsmith.lane")
@@ -21,10 +22,11 @@ TAKE = 64
 
 
 class Lane(ABC):
-    """Takes commands from the queue `name` and completes each with what `carry_out` makes of it."""
+    """Takes commands of one kind from the queue `name` and completes each with what `carry_out` makes of it."""
 
-    def __init__(self, name: str, bus: Bus, leases: Leases, room: int) -> None:
+    def __init__(self, name: str, kind: Kind, bus: Bus, leases: Leases, room: int) -> None:
         self._name = name
+        self._kind = kind
         self._bus = bus
         self._leases = leases
         self._room = room
@@ -35,7 +37,7 @@ class Lane(ABC):
 
     @abstractmethod
     async def carry_out(self, taken: Taken) -> Outcome:
-        """What becomes of one command."""
+        """What becomes of one command; an error that is raised is its outcome."""
 
     def completed(self, taken: Taken, outcome: Outcome) -> None:  # noqa: B027 - a lane need not care
         """The bus has the outcome."""
@@ -71,12 +73,7 @@ class Lane(ABC):
 
     async def _answer(self, taken: Taken) -> None:
         begun = time.time()
-        try:
-            outcome = await self.carry_out(taken)
-        except Exception as error:
-            log.exception("%s could not be carried out", taken.command.id)
-            failed = CommandFailed(f"{type(error).__name__}: {error}", remedy="See the coordinator's log.")
-            outcome = Outcome(error=failed)
+        outcome = await self._outcome(taken)
         event = make_event(taken, outcome, begun, time.time() - begun)
         try:
             await self._bus.complete(self._name, self._epoch, taken.entry_id, event, outcome.body, keep=False)
@@ -84,3 +81,17 @@ class Lane(ABC):
             log.warning("%s is another coordinator's now", self._name)
             return
         self.completed(taken, outcome)
+
+    async def _outcome(self, taken: Taken) -> Outcome:
+        kind = taken.command.kind
+        if kind is not self._kind:
+            return Outcome(
+                error=InvalidInput(f"{kind.value} is no command of this lane", remedy=f"Send {self._kind.value}.")
+            )
+        try:
+            return await self.carry_out(taken)
+        except TinsmithError as error:
+            return Outcome(error=error)
+        except Exception as error:
+            log.exception("%s could not be carried out", taken.command.id)
+            return Outcome(error=CommandFailed(f"{type(error).__name__}: {error}", remedy="See the coordinator's log."))

@@ -226,9 +226,7 @@ class SamplerReplica:
                 call.future.set_exception(failure)
             return
         for done in finished:
-            ended = self._waiting.pop(done.id, None)
-            if ended is None:
-                continue
+            ended = self._waiting.pop(done.id)
             if isinstance(done, Finished):
                 if ended.tell is not None:
                     ended.tell(done.parts)

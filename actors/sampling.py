@@ -19,7 +19,7 @@ from tinsmith.actors.options import ServiceOptions
 from tinsmith.actors.pool import Replica, build_samplers
 from tinsmith.bus.consumer import Taken
 from tinsmith.bus.envelope import SAMPLE_LANE, Kind
-from tinsmith.bus.errors import BusError, Cancelled, CommandFailed, InvalidInput, TinsmithError, cancelled
+from tinsmith.bus.errors import BusError, Cancelled, CommandFailed, TinsmithError, cancelled
 from tinsmith.bus.parts import Part
 from tinsmith.bus.streams import Bus
 
@@ -33,7 +33,7 @@ class SamplingLane(Lane):
     """The sampler replicas and what they are busy with."""
 
     def __init__(self, bus: Bus, replicas: list[Replica], options: ServiceOptions, leases: Leases) -> None:
-        super().__init__(SAMPLE_LANE, bus, leases, options.max_pending_samples)
+        super().__init__(SAMPLE_LANE, Kind.SAMPLE, bus, leases, options.max_pending_samples)
         self._replicas = replicas
         self._busy = [0] * len(replicas)
         self._options = options
@@ -78,9 +78,6 @@ class SamplingLane(Lane):
 
     async def carry_out(self, taken: Taken) -> Outcome:
         """Have it sampled, by another replica when one dies over it."""
-        if taken.command.kind is not Kind.SAMPLE:
-            wrong = InvalidInput(f"{taken.command.kind.value} is no command of this lane", remedy="Send sample.")
-            return Outcome(error=wrong)
         if not self._replicas:
             return Outcome(error=CommandFailed("this service has no samplers", remedy="Serve with --samplers 1."))
         sent: dict[int, int] = {}

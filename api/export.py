@@ -7,12 +7,9 @@ import re
 from pathlib import Path
 
 from tinsmith.api.address import default_state
-from tinsmith.api.http.names import parse_path
+from tinsmith.api.http.names import STORED_KINDS, parse_path, root_of
 from tinsmith.bus.envelope import NAME_PATTERN
 from tinsmith.bus.errors import InvalidInput, UnknownVersion
-
-FOLDERS = {"weights": "checkpoints", "sampler_weights": "published"}
-"""Kind in a tinker:// path -> folder in the state directory."""
 
 _PLACE = re.compile(f"^({NAME_PATTERN})/({NAME_PATTERN})$")
 
@@ -54,9 +51,9 @@ def find_source(state: Path, source: str) -> Path:
     place = _PLACE.fullmatch(source)
     if source.startswith("tinker://"):
         path = parse_path(source).stored
-        found = [state / FOLDERS[path.kind] / path.place]
+        found = [state / root_of(path.kind) / path.place]
     elif place:
-        found = [state / folder / place[1] / place[2] for folder in FOLDERS.values()]
+        found = [state / root_of(kind) / place[1] / place[2] for kind in STORED_KINDS]
     else:
         raise InvalidInput(
             f"{source!r} names no checkpoint or version",
@@ -68,6 +65,6 @@ def find_source(state: Path, source: str) -> Path:
         raise UnknownVersion(f"there is no {source} in {state}", remedy="Name the service's --state and a saved name.")
     if len(found) > 1:
         assert place is not None
-        both = " or ".join(f"tinker://{place[1]}/{kind}/{place[2]}" for kind in FOLDERS)
+        both = " or ".join(f"tinker://{place[1]}/{kind}/{place[2]}" for kind in STORED_KINDS)
         raise InvalidInput(f"{source} is both a checkpoint and a version", remedy=f"Use {both}.", field="source")
     return found[0]

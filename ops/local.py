@@ -19,15 +19,17 @@ STOP_SECONDS = 60.0
 
 @asynccontextmanager
 async def local_service(
-    model: Path, alias: str, say: Callable[[str], None], *, ranks: int = 2, samplers: int = 1
+    model: Path, alias: str, say: Callable[[str], None], *, ranks: int = 2, samplers: int = 1, port: int | None = None
 ) -> AsyncIterator[str]:
     """Serve `model` on a bus of its own in a temporary folder; gives the address for `connect`.
 
+    port: of its HTTP door on this machine; None opens none.
     `say` hears what the service reports while it starts. Raises StartupError when it ends before it is ready, and
     BusUnreachable, in place of what runs inside, when it ends later.
     """
     with tempfile.TemporaryDirectory(prefix="tinsmith-demo-", ignore_cleanup_errors=True) as folder:
-        command = [sys.executable, "-m", "tinsmith.api.cli", "serve", "--no-http"]
+        command = [sys.executable, "-m", "tinsmith.api.cli", "serve"]
+        command += ["--no-http"] if port is None else ["--port", str(port)]
         command += ["--model", str(model), "--alias", alias]
         command += ["--ranks", str(ranks), "--samplers", str(samplers), "--state", folder]
         # The bus is its own, also where the user has one; a Ray cluster of theirs is used.

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith.api.http.leftovers import delete_folder, replaced
-from tinsmith.api.http.names import UNNAMED_PREFIX, PathKind, TinkerPath
+from tinsmith.api.http.names import STORED_KINDS, UNNAMED_PREFIX, PathKind, TinkerPath
 from tinsmith.api.http.records import ModelRecord, SaveRecord
 from tinsmith.api.http.settings import HttpSettings
 
-STORED_KINDS: tuple[PathKind, ...] = ("weights", "sampler_weights")
 TYPES: dict[PathKind, str] = {"weights": "training", "sampler_weights": "sampler"}
 
 

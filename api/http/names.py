@@ -35,6 +35,13 @@ _UNNAMED_SAMPLER = re.compile(r"^(.+:train:\d+):sampler:(\d+)$")
 
 PathKind = Literal["weights", "sampler_weights", "external_weights"]
 KINDS: tuple[PathKind, ...] = ("weights", "sampler_weights", "external_weights")
+STORED_KINDS: tuple[PathKind, ...] = ("weights", "sampler_weights")
+"""Those that lie on the disk under their own name; see `TinkerPath.stored`."""
+
+
+def root_of(kind: PathKind) -> str:
+    """The folder in the state directory below which `model/name` of a kind lies."""
+    return "checkpoints" if kind == "weights" else "published"
 
 
 def new_session_id() -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from tinsmith.api.http.names import PathKind, root_of
 from tinsmith.bus.errors import InvalidInput
 
 
@@ -48,9 +49,9 @@ class HttpSettings(BaseModel):
             )
         return name
 
-    def folder(self, kind: str, place: str) -> Path:
+    def folder(self, kind: PathKind, place: str) -> Path:
         """Where a checkpoint (`weights`) or published version (`sampler_weights`) `model/name` lies."""
-        return Path(self.state_dir) / ("checkpoints" if kind == "weights" else "published") / place
+        return Path(self.state_dir) / root_of(kind) / place
 
     @property
     def tokenizer(self) -> str | None:

@@ -68,8 +68,7 @@ class Stage:
         if self._http is None:
             await self.clear()
             model = make_tiny(self.folder / "tiny-64", context=HTTP_CONTEXT)
-            starting = http_service(model, "tiny", self.folder / "http")
-            self._http = await self._services.enter_async_context(starting)
+            self._http = await self._services.enter_async_context(http_service(model, "tiny"))
         return self._http
 
     async def serve(self, model: Path, alias: str, *, samplers: int = 1) -> Running:

@@ -13,6 +13,7 @@ from serving import Service
 
 from tinsmith.api import Client, connect
 from tinsmith.bus import errors
+from tinsmith.bus.envelope import LANES, Command, Kind, new_id
 
 LONG: dict[str, Any] = {"n": 256, "max_tokens": 240, "stop": []}
 """Thousands of steps of the sampler."""
@@ -98,3 +99,10 @@ async def test_a_name_that_is_published_again_after_its_deletion_gives_the_new_w
     await model.publish("v")
     assert await said() != before
     await model.unload()
+
+
+@pytest.mark.parametrize("lane", sorted(LANES))
+async def test_a_lane_refuses_what_is_not_its_own(client: Client, lane: str) -> None:
+    event, _ = await client._inbox.call(Command(id=new_id(), model=lane, kind=Kind.INFO, seq=-1), deadline=30)
+    assert event.error is not None
+    assert event.error["code"] == "invalid_input"
