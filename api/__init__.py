@@ -1,12 +1,12 @@
 """The doors: an async Python client and the command line."""
 
-from tinsmith.api.client import Client, Model, connect
-from tinsmith.api.pending import Pending
-from tinsmith.api.results import Checkpoint, ForwardResult, Result, SampledSequence, SampleResult, Version
-from tinsmith.bus.datum import Datum
-from tinsmith.bus.envelope import Event, Kind
-from tinsmith.bus.errors import Gap, TinsmithError
-from tinsmith.bus.parts import Part
+from tinsmith.api.client.client import Client, Model, connect
+from tinsmith.api.client.pending import Pending
+from tinsmith.api.client.results import Checkpoint, ForwardResult, Result, SampledSequence, SampleResult, Version
+from tinsmith.bus.protocol.datum import Datum
+from tinsmith.bus.protocol.envelope import Event, Kind
+from tinsmith.bus.protocol.errors import Gap, TinsmithError
+from tinsmith.bus.protocol.parts import Part
 
 __all__ = [
     "Checkpoint",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tinsmith.bus.consumer import EVENT_CAP, RESULT_SECONDS
-from tinsmith.bus.producer import BACKLOG_CAP
-from tinsmith.bus.session import Session
-from tinsmith.bus.streams import Bus
+from tinsmith.bus.bus import Bus
+from tinsmith.bus.ownership import EVENT_CAP, RESULT_SECONDS
+from tinsmith.bus.redis.session import Session
+from tinsmith.bus.submit import BACKLOG_CAP
 
 DEADLINE_SECONDS = 30.0
 

@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tinsmith.bus.consumer import fields_of
-from tinsmith.bus.envelope import Event
-from tinsmith.bus.errors import Gap
-from tinsmith.bus.headers import unpack_event
-from tinsmith.bus.session import Session
+from tinsmith.bus.ownership import fields_of
+from tinsmith.bus.protocol.envelope import Event
+from tinsmith.bus.protocol.errors import Gap
+from tinsmith.bus.protocol.headers import unpack_event
+from tinsmith.bus.redis.session import Session
 
 BLOCK_MS = 1000
 PAGE = 256

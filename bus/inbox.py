@@ -11,10 +11,9 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
-from tinsmith.bus.blobs import get_blob
-from tinsmith.bus.consumer import fields_of
-from tinsmith.bus.envelope import Command, Event, new_id
-from tinsmith.bus.errors import (
+from tinsmith.bus.ownership import fields_of
+from tinsmith.bus.protocol.envelope import Command, Event, new_id
+from tinsmith.bus.protocol.errors import (
     BusError,
     BusLost,
     BusUnreachable,
@@ -24,16 +23,17 @@ from tinsmith.bus.errors import (
     TinsmithError,
     UnknownCommand,
 )
-from tinsmith.bus.headers import unpack_event
-from tinsmith.bus.parts import Part, unpack_parts
-from tinsmith.bus.producer import Producer, Submitted, check_reader
-from tinsmith.bus.session import Session
-from tinsmith.bus.wire import Wire
+from tinsmith.bus.protocol.headers import unpack_event
+from tinsmith.bus.protocol.parts import Part, unpack_parts
+from tinsmith.bus.redis.blobs import get_blob
+from tinsmith.bus.redis.session import Session
+from tinsmith.bus.redis.wire import Wire
+from tinsmith.bus.submit import Submitted, Submitter, check_reader
 
 BLOCK_MS = 1000
 """How long one read waits; also how soon lost data shows."""
 
-Result = tuple[Event, bytes]
+Completion = tuple[Event, bytes]
 
 
 class Inbox:
@@ -43,7 +43,7 @@ class Inbox:
     """
 
     def __init__(
-        self, session: Session, producer: Producer, name: str | None = None, keep_seconds: float = 0.0
+        self, session: Session, producer: Submitter, name: str | None = None, keep_seconds: float = 0.0
     ) -> None:
         self.name = check_reader(name) or new_id()
         self._keep_seconds = keep_seconds
@@ -51,7 +51,7 @@ class Inbox:
         self._session = session
         self._producer = producer
         self._wire = session.new_wire()
-        self._waiting: dict[str, asyncio.Future[Result]] = {}
+        self._waiting: dict[str, asyncio.Future[Completion]] = {}
         self._accepted: set[str] = set()
         self._parts: dict[str, asyncio.Queue[list[Part]]] = {}
         self._received: list[str] = []
@@ -92,7 +92,7 @@ class Inbox:
         await self.close()
 
     async def submit(self, command: Command, body: bytes = b"", *, deadline: float | None = None) -> Submitted:
-        """Submit a command whose result comes to this inbox; then `wait` for its id. Errors as Producer.submit."""
+        """Submit a command whose result comes to this inbox; then `wait` for its id. Errors as Submitter.submit."""
         await self.start()
         self._expect(command.id)
         try:
@@ -112,7 +112,7 @@ class Inbox:
             self._spawn(self._ask([command.id]))
         return submitted
 
-    async def wait(self, command_id: str, deadline: float | None = None) -> Result:
+    async def wait(self, command_id: str, deadline: float | None = None) -> Completion:
         """The event and body of a command, whoever submitted it. `deadline` in seconds; None waits for ever.
 
         An event with ok false is returned, not raised. Raises DeadlineExceeded (the command goes on, waiting again is
@@ -126,13 +126,13 @@ class Inbox:
             self._spawn(self._ask([command_id]))
         return await self._receive(command_id, future, deadline)
 
-    async def call(self, command: Command, body: bytes = b"", *, deadline: float | None = None) -> Result:
+    async def call(self, command: Command, body: bytes = b"", *, deadline: float | None = None) -> Completion:
         """Submit and wait."""
         future = self._expect(command.id)
         await self.submit(command, body)
         return await self._receive(command.id, future, deadline)
 
-    async def stream(self, command: Command, body: bytes = b"") -> AsyncIterator[list[Part] | Result]:
+    async def stream(self, command: Command, body: bytes = b"") -> AsyncIterator[list[Part] | Completion]:
         """Submit a command that asks to be streamed; yields parts as `Bus.put_parts` sent them, and at the end the
         result. Errors as `call`; leaving early does not stop the command.
         """
@@ -149,7 +149,7 @@ class Inbox:
             self._parts.pop(command.id, None)
             call.cancel()
 
-    async def _receive(self, command_id: str, future: asyncio.Future[Result], deadline: float | None) -> Result:
+    async def _receive(self, command_id: str, future: asyncio.Future[Completion], deadline: float | None) -> Completion:
         try:
             async with asyncio.timeout(deadline):
                 # Others may wait for the same command: a waiter that gives up must not cancel theirs.
@@ -173,7 +173,7 @@ class Inbox:
         self._received.append(command_id)
         self._clean_soon()
 
-    def _expect(self, command_id: str) -> asyncio.Future[Result]:
+    def _expect(self, command_id: str) -> asyncio.Future[Completion]:
         if self._session.lost is not None:
             raise self._session.lost
         future = self._waiting.get(command_id)
@@ -304,7 +304,7 @@ class Inbox:
             raise error
 
 
-async def result_of(session: Session, reply: list[Any]) -> Result:
+async def result_of(session: Session, reply: list[Any]) -> Completion:
     """The event and body that a DONE reply of attach tells; no body once it was dropped."""
     _, n, seq, header, size, body, blob, _dropped = reply
     event = unpack_event(header, n, seq)

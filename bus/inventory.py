@@ -14,8 +14,8 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from tinsmith.bus.keys import Keys
-from tinsmith.bus.streams import Bus
+from tinsmith.bus.bus import Bus
+from tinsmith.bus.redis.keys import Keys
 
 SCAN_COUNT = 500
 """Keys that one SCAN looks at, and then asks about in one round trip."""
@@ -56,7 +56,7 @@ class Held:
 
 
 def describe(extra: Mapping[str, str] = {}) -> dict[str, str]:
-    """Family -> what it is: those of bus/keys.py in their own words, and `extra` ones of other layers. Pure."""
+    """Family -> what it is: those of bus/redis/keys.py in their own words, and `extra` ones of other layers. Pure."""
     keys = Keys("b")
     names = {name: getattr(keys, name) for name in _ONE}
     names.update({name: getattr(keys, name)(member) for name, member in _MANY.items()})

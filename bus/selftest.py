@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
+from tinsmith.bus.bus import Bus, Info
 from tinsmith.bus.connection import open_bus
-from tinsmith.bus.envelope import Command, Event, Kind, new_id
-from tinsmith.bus.errors import BusError, BusLost, BusUnreachable, UnsafeServer
-from tinsmith.bus.streams import Bus, Info
+from tinsmith.bus.protocol.envelope import Command, Event, Kind, new_id
+from tinsmith.bus.protocol.errors import BusError, BusLost, BusUnreachable, UnsafeServer
 
 MINIMUM = (6, 2)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tinsmith.bus.codec import decode, encode
-from tinsmith.bus.streams import Bus
+from tinsmith.bus.bus import Bus
+from tinsmith.bus.protocol.codec import decode, encode
 
 
 async def put_status(bus: Bus, status: dict[str, Any], seconds: float) -> None:

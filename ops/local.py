@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from tinsmith.bus.errors import BusUnreachable, StartupError
+from tinsmith.bus.protocol.errors import BusUnreachable, StartupError
 
 STOP_SECONDS = 60.0
 """How long a service may take to end after SIGTERM."""

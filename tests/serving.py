@@ -104,7 +104,17 @@ def start_service(
     state.mkdir(parents=True, exist_ok=True)
     log = state / "serve.log"
     door = [] if "--port" in options else ["--no-http"]
-    command = [sys.executable, "-m", "tinsmith.api.cli", "serve", "--model", str(model), "--state", str(state), *door]
+    command = [
+        sys.executable,
+        "-m",
+        "tinsmith.api.cli",
+        "serve",
+        "--model",
+        str(model),
+        "--state",
+        str(state),
+        *door,
+    ]
     begun = time.monotonic()
     with log.open("a") as err:
         process = subprocess.Popen(

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tinsmith.actors.engine.loss import SAMPLER, TARGETS, Columnar, Config, Loss
-from tinsmith.bus.datum import Datum
-from tinsmith.bus.errors import InvalidDatum, InvalidInput, SequenceTooLong
+from tinsmith.actors.engine.losses.contract import SAMPLER, TARGETS, Columnar, Config, Loss
+from tinsmith.bus.protocol.datum import Datum
+from tinsmith.bus.protocol.errors import InvalidDatum, InvalidInput, SequenceTooLong
 
 Array = npt.NDArray[Any]
 

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tinsmith.bus.errors import DamagedCheckpoint, DiskFull, TinsmithError, UnknownVersion
+from tinsmith.bus.protocol.errors import DamagedCheckpoint, DiskFull, TinsmithError, UnknownVersion
 
 CHECKSUMS = "checksums.json"
 META = "meta.json"

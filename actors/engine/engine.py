@@ -17,18 +17,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tinsmith.actors.engine import checkpoint
-from tinsmith.actors.engine.base import BaseModel, load_base
 from tinsmith.actors.engine.batch import MicroBatch, collate, validate_batch
-from tinsmith.actors.engine.lora import AdapterBank
-from tinsmith.actors.engine.losses import Config, Evaluation, Loss, LossRegistry, TokenInputs, evaluate
-from tinsmith.actors.engine.ranks import Ranks
-from tinsmith.actors.engine.scorer import Reshard, Scorer, checkpoint_layers, shard
-from tinsmith.actors.engine.state import put_gradients, put_state, read_state, write_state
-from tinsmith.actors.engine.trainee import FullTrainee, LoraTrainee, Trainee
-from tinsmith.actors.planner import Plan, plan_batch
-from tinsmith.bus.commands import CreateModelArgs, ForwardArgs, OptimStepArgs
-from tinsmith.bus.datum import Datum
-from tinsmith.bus.errors import InvalidInput, ModelExists, NoGradients, TinsmithError, UnknownModel
+from tinsmith.actors.engine.collectives import Ranks
+from tinsmith.actors.engine.losses.registry import Config, Evaluation, Loss, LossRegistry, TokenInputs, evaluate
+from tinsmith.actors.engine.model.base import BaseModel, load_base
+from tinsmith.actors.engine.model.fsdp import Reshard, Scorer, checkpoint_layers, shard
+from tinsmith.actors.engine.trainable.lora import AdapterBank
+from tinsmith.actors.engine.trainable.state import put_gradients, put_state, read_state, write_state
+from tinsmith.actors.engine.trainable.trainable import FullTrainable, LoraTrainable, Trainable
+from tinsmith.actors.schedule.planner import Plan, plan_batch
+from tinsmith.bus.protocol.commands import CreateModelArgs, ForwardArgs, OptimStepArgs
+from tinsmith.bus.protocol.datum import Datum
+from tinsmith.bus.protocol.errors import InvalidInput, ModelExists, NoGradients, TinsmithError, UnknownModel
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Engine:
         small = sum(parameter.nbytes for parameter in base.module.parameters()) <= keep_gathered
         self._scorer = self._shard(base, "never" if small else reshard)
         self._bank = AdapterBank(self._scorer.model)
-        self._models: dict[str, Trainee] = {}
+        self._models: dict[str, Trainable] = {}
 
     def create(self, model: str, args: CreateModelArgs) -> dict[str, Any]:
         """A new model, as `info` describes it. Raises ModelExists, InvalidInput (another base), UnsupportedModel."""
@@ -225,7 +225,7 @@ class Engine:
         self._get(model).close()
         del self._models[model]
 
-    def _get(self, model: str) -> Trainee:
+    def _get(self, model: str) -> Trainable:
         if model not in self._models:
             raise UnknownModel(
                 "no model of that name is loaded",
@@ -244,13 +244,13 @@ class Engine:
         shard(scorer, self.ranks.mesh, self.device, reshard, self._dtype)
         return scorer
 
-    def _make(self, args: CreateModelArgs) -> Trainee:
+    def _make(self, args: CreateModelArgs) -> Trainable:
         if args.lora is not None:
-            return LoraTrainee(args, args.lora, self._scorer, self._bank, self.ranks)
+            return LoraTrainable(args, args.lora, self._scorer, self._bank, self.ranks)
         # Trained weights are float32 whatever they are computed in: smaller types lose small updates.
         base = self._load(torch.float32)
         base.module.requires_grad_(True)
-        return FullTrainee(args, self._shard(base, self._reshard), self.ranks)
+        return FullTrainable(args, self._shard(base, self._reshard), self.ranks)
 
     def _evaluate(self, loss: Loss, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, config: Config) -> Evaluation:
         return evaluate(loss, TokenInputs(logprobs, entropy, batch.inputs, batch.mask), config)

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tinsmith.actors.engine import checkpoint
-from tinsmith.actors.engine.base import BaseModel, load_base, locate
-from tinsmith.actors.engine.lora import short_targets
-from tinsmith.actors.engine.publish import ADAPTER_CONFIG, ADAPTER_TENSORS, PREFIX, publish_full, write_adapter
-from tinsmith.bus.commands import CreateModelArgs, LoraSpec
-from tinsmith.bus.errors import DamagedCheckpoint, InvalidInput, UnknownVersion
+from tinsmith.actors.engine.formats import ADAPTER_CONFIG, ADAPTER_TENSORS, PREFIX, publish_full, write_adapter
+from tinsmith.actors.engine.model.base import BaseModel, load_base, locate
+from tinsmith.actors.engine.trainable.lora import short_targets
+from tinsmith.bus.protocol.commands import CreateModelArgs, LoraSpec
+from tinsmith.bus.protocol.errors import DamagedCheckpoint, InvalidInput, UnknownVersion
 
 Format = Literal["peft", "hf"]
 

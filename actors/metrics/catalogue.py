@@ -20,8 +20,8 @@ from tinsmith.actors.metrics.moments import Column
 from tinsmith.actors.metrics.outputs import Output, outputs_of
 from tinsmith.actors.metrics.overlay import Declared, read_all
 from tinsmith.actors.metrics.reductions import Frame
-from tinsmith.bus.envelope import Kind
-from tinsmith.bus.errors import MetricError, NonFinite
+from tinsmith.bus.protocol.envelope import Kind
+from tinsmith.bus.protocol.errors import MetricError, NonFinite
 
 
 @dataclass(frozen=True)

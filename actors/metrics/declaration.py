@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from tinsmith.actors.metrics.reductions import REDUCTIONS
-from tinsmith.bus.envelope import Kind
-from tinsmith.bus.errors import InvalidCatalogue
+from tinsmith.bus.protocol.envelope import Kind
+from tinsmith.bus.protocol.errors import InvalidCatalogue
 
 BATCH_KINDS = (Kind.FORWARD, Kind.FORWARD_BACKWARD)
 """Kinds whose keys are `name:reduction`; the others publish the bare name."""

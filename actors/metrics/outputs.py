@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from tinsmith.actors.metrics.declaration import BATCH_KINDS, Declaration, invalid
 from tinsmith.actors.metrics.overlay import Declared
 from tinsmith.actors.metrics.reductions import COMPANIONS, REDUCTIONS, Reduction
-from tinsmith.bus.envelope import Kind
+from tinsmith.bus.protocol.envelope import Kind
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from math import isfinite
 import numpy as np
 
 from tinsmith.actors.metrics.moments import Column, Moments, exact_sum, merge
-from tinsmith.bus.errors import MetricError, NonFinite
+from tinsmith.bus.protocol.errors import MetricError, NonFinite
 
 EXACT_INTEGERS = 1 << 53
 """A double counts every integer below this; hashes are kept within it."""

@@ -8,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith.actors.metrics.moments import Column
-from tinsmith.bus.errors import MetricError
+from tinsmith.bus.protocol.errors import MetricError
 
-Part = tuple[Sequence[int], Mapping[str, npt.ArrayLike]]
+RankRows = tuple[Sequence[int], Mapping[str, npt.ArrayLike]]
 """Indices of datums [n], and column -> one value for each of them [n]."""
 
 
-def gather(parts: Iterable[Part], datums: int) -> dict[str, Column]:
+def rows_in_order(parts: Iterable[RankRows], datums: int) -> dict[str, Column]:
     """column -> float64 [datums] in datum order, from the parts of any ranks and micro-batches in any order.
 
     A part without datums has no say. Raises MetricError when a datum is missing or came twice, or when a column is

@@ -1,6 +1,6 @@
 """Table: the catalogue for people - what is published, from which columns, and which columns nothing reads.
 
-`python -m tinsmith.actors.metrics.table > ops/METRICS.md` writes the page of the built-in catalogue.
+`python -m tinsmith.actors.metrics.table > ops/docs/metrics.md` writes the page of the built-in catalogue.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from tinsmith.actors.metrics.catalogue import Catalogue
 from tinsmith.actors.metrics.declaration import BATCH_KINDS
 from tinsmith.actors.metrics.outputs import Output
-from tinsmith.bus.envelope import Kind
+from tinsmith.bus.protocol.envelope import Kind
 
 _INTRODUCTION = """\
 # Metrics
 
-Generated from the catalogue: `python -m tinsmith.actors.metrics.table > ops/METRICS.md`.
+Generated from the catalogue: `python -m tinsmith.actors.metrics.table > ops/docs/metrics.md`.
 
 Workers return one row of columns a datum; each metric below is reduced from them in datum order, as declared. A metric
 that can't be computed for a command (its column is absent, or no token bears loss) is absent, never 0; a value that is

@@ -1,1 +1,1 @@
-"""The HTTP door: a Ray Serve application that speaks the Tinker API, a plain one, and that of OpenAI."""
+"""The HTTP gateway: a Ray Serve application that speaks the Tinker API, a plain one, and that of OpenAI."""

@@ -11,33 +11,33 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from tinsmith.api.http.door import Door
 from tinsmith.api.http.errors import answer_http_error, answer_typed_error
+from tinsmith.api.http.gateway import Gateway
+from tinsmith.api.http.native import routes as native
+from tinsmith.api.http.openai import routes as openai
+from tinsmith.api.http.operations import health
 from tinsmith.api.http.responses import HttpError
-from tinsmith.api.http.routes import (
+from tinsmith.api.http.retention.sweeper import sweep_for_ever
+from tinsmith.api.http.settings import HttpSettings
+from tinsmith.api.http.tinker import (
+    checkpoints,
     copies,
-    external,
+    downloads,
     futures,
-    health,
-    native,
-    openai,
     refused,
-    rest,
-    sampling,
-    session,
-    sessions,
+    samples,
+    session_listing,
+    startup,
     trace,
     training,
 )
-from tinsmith.api.http.settings import HttpSettings
-from tinsmith.api.http.sweeper import sweep_for_ever
-from tinsmith.bus.errors import TinsmithError
+from tinsmith.bus.protocol.errors import TinsmithError
 
 log = logging.getLogger("tinsmith.http")
 
 HOT = {
-    "session_heartbeat": session.session_heartbeat,
-    "asample": sampling.asample,
+    "session_heartbeat": startup.session_heartbeat,
+    "asample": samples.asample,
     "retrieve_future": futures.retrieve_future,
     "retrieve_futures": futures.retrieve_futures,
     "forward_backward": training.forward_backward,
@@ -52,17 +52,17 @@ def make_app(settings: HttpSettings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.door = await Door.open(settings)
-        sweeping = asyncio.create_task(sweep_for_ever(app.state.door))
+        app.state.gateway = await Gateway.open(settings)
+        sweeping = asyncio.create_task(sweep_for_ever(app.state.gateway))
         sweeping.add_done_callback(_ended)
         try:
             yield
         finally:
             sweeping.cancel()
-            await app.state.door.close()
+            await app.state.gateway.close()
 
     app = FastAPI(title="Tinsmith", lifespan=lifespan, openapi_url=None)
-    tinker = (session, training, futures, sampling, sessions, trace, copies, rest, external, refused)
+    tinker = (startup, training, futures, samples, session_listing, trace, copies, checkpoints, downloads, refused)
     for part in (*tinker, native, openai, health):
         app.include_router(part.router)
     for name, endpoint in HOT.items():

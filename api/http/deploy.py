@@ -1,4 +1,4 @@
-"""The HTTP door on Ray Serve: deployed on the Ray that this process has joined."""
+"""The HTTP gateway on Ray Serve: deployed on the Ray that this process has joined."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tinsmith.api.http.settings import HttpSettings
-from tinsmith.bus.errors import PortInUse, StartupError
+from tinsmith.bus.protocol.errors import PortInUse, StartupError
 
 if TYPE_CHECKING:
-    from tinsmith.actors.options import ServiceOptions
+    from tinsmith.actors.service.options import ServiceOptions
 
 APP = "tinsmith"
 MAX_ONGOING = 20_000
@@ -117,7 +117,7 @@ def _run(settings: HttpSettings, host: str, port: int, replicas: int) -> None:
         serve.run(deployment.bind(), name=APP, route_prefix="/")
     except RuntimeError as error:
         serve.shutdown()
-        raise StartupError(f"the HTTP door did not come up: {error}", remedy="See Ray's logs.") from error
+        raise StartupError(f"the HTTP gateway did not come up: {error}", remedy="See Ray's logs.") from error
 
 
 def _prepare_replica() -> None:

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinsmith.api.http.responses import HttpError, json_response
-from tinsmith.bus.errors import (
+from tinsmith.bus.protocol.errors import (
     BusError,
     Busy,
     DiskFull,

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
-from tinsmith.bus.errors import InvalidInput
+from tinsmith.bus.protocol.errors import InvalidInput
 
 T = TypeVar("T")
 _ADAPTERS: dict[Any, TypeAdapter[Any]] = {}

@@ -1,4 +1,4 @@
-"""What a replica of the HTTP door is told when it is made."""
+"""What a replica of the HTTP gateway is told when it is made."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from tinsmith.api.http.names import PathKind, root_of
-from tinsmith.bus.errors import InvalidInput
+from tinsmith.api.http.tenancy.names import PathKind, root_of
+from tinsmith.bus.protocol.errors import InvalidInput
 
 
 class HttpSettings(BaseModel):
-    """One service as its HTTP door sees it."""
+    """One service as its HTTP gateway sees it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

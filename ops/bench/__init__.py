@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from tinsmith.bus.errors import InvalidInput
+from tinsmith.bus.protocol.errors import InvalidInput
 from tinsmith.ops.bench.report import print_report
 from tinsmith.ops.bench.row import Row
 from tinsmith.ops.bench.stage import Stage
@@ -23,17 +23,17 @@ BENCHMARKS = {
     "start": "upkeep",
     "idle": "upkeep",
     "memory": "upkeep",
-    "empty_step": "latency",
-    "http_training": "http_training",
-    "http_submits": "http_submits",
-    "http_waiting": "http_submits",
-    "http_sampling": "http_sampling",
-    "http_crowd": "http_sampling",
-    "training_step": "training",
-    "packing": "packing",
-    "metrics": "reduction",
-    "logprob_memory": "logprobs",
-    "sampling": "sampling",
+    "empty_step": "doors.latency",
+    "http_training": "doors.http_training",
+    "http_submits": "doors.http_submits",
+    "http_waiting": "doors.http_submits",
+    "http_sampling": "doors.http_sampling",
+    "http_crowd": "doors.http_sampling",
+    "training_step": "compute.training",
+    "packing": "compute.packing",
+    "metrics": "compute.reduction",
+    "logprob_memory": "compute.logprobs",
+    "sampling": "compute.sampling",
 }
 """Name -> module that holds it, in the order of a whole run: those that share a service stand together."""
 

@@ -10,10 +10,10 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinsmith.ops.bench.http_service import HttpService, http_service
-from tinsmith.ops.bench.models import make_llama
+from tinsmith.ops.bench.doors.http_service import HttpService, http_service
+from tinsmith.ops.bench.random_llama import make_llama
+from tinsmith.ops.demo.models import make_tiny
 from tinsmith.ops.local import local_service
-from tinsmith.ops.models import make_tiny
 
 TINY_VOCAB = 160
 HTTP_CONTEXT = 2048

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from tinsmith.api import Model, Pending, connect
-from tinsmith.ops.bench.models import make_data
 from tinsmith.ops.bench.processes import cpu_seconds, megabytes, own_processes, ray_processes
+from tinsmith.ops.bench.random_llama import make_data
 from tinsmith.ops.bench.row import Row, at_most
 from tinsmith.ops.bench.stage import TINY_VOCAB, Stage
 

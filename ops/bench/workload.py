@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tinsmith.bus.datum import Datum
-from tinsmith.ops.bench.models import make_data
+from tinsmith.bus.protocol.datum import Datum
+from tinsmith.ops.bench.random_llama import make_data
 
 WORLD = 2
 VOCAB = 2048

@@ -45,7 +45,7 @@ class Recipe:
 
 
 @dataclass
-class Step:
+class Iteration:
     """What one step did. tokens: trained on, prompts included; seconds: all of the step, sampling included."""
 
     number: int
@@ -64,7 +64,7 @@ class Step:
 
 async def train(
     client: Client, model: Model, tokenizer: Any, problems: Sequence[Problem], recipe: Recipe
-) -> AsyncIterator[Step]:
+) -> AsyncIterator[Iteration]:
     """Run the recipe; gives each step as soon as its new weights can be sampled. Raises what a command failed with."""
     random = np.random.default_rng(recipe.seed)
     start = await model.publish("rl-0")
@@ -91,7 +91,7 @@ async def train(
             started = time.monotonic()
             chosen = [problems[i] for i in random.choice(len(problems), recipe.problems_per_step, replace=False)]
             data, reward = await rollout(client, event.result["version"], tokenizer, chosen, recipe, number)
-            step = Step(number, reward, started)
+            step = Iteration(number, reward, started)
             model.forward_backward(data, recipe.loss)
             model.optim_step(lr=recipe.lr)
             model.publish(f"rl-{number}")

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from tinsmith.bus.bus import Bus
 from tinsmith.bus.connection import open_bus
-from tinsmith.bus.consumer import Taken
-from tinsmith.bus.embedded import EmbeddedServer
-from tinsmith.bus.envelope import Command, Event, Kind, new_id
-from tinsmith.bus.streams import Bus
+from tinsmith.bus.ownership import Taken
+from tinsmith.bus.protocol.envelope import Command, Event, Kind, new_id
+from tinsmith.bus.redis.embedded import EmbeddedServer
 
 
 @pytest.fixture(scope="session")

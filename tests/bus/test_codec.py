@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tinsmith.bus.codec import ARRAY_EXT, MAGIC, decode, encode, pack_ragged, unpack_ragged
-from tinsmith.bus.errors import InvalidInput, ProtocolError
+from tinsmith.bus.protocol.codec import ARRAY_EXT, MAGIC, decode, encode, pack_ragged, unpack_ragged
+from tinsmith.bus.protocol.errors import InvalidInput, ProtocolError
 
 DTYPES = ["float32", "float64", "int32", "int64", "uint8", "bool", "uint16"]
 ARRAYS = st.sampled_from(DTYPES).flatmap(lambda d: hnp.arrays(d, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0)))

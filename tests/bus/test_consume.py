@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tinsmith.bus.envelope import Kind
-from tinsmith.bus.errors import Fenced, LeaseHeld, ProtocolError, UnknownModel
-from tinsmith.bus.streams import Bus
+from tinsmith.bus.bus import Bus
+from tinsmith.bus.protocol.envelope import Kind
+from tinsmith.bus.protocol.errors import Fenced, LeaseHeld, ProtocolError, UnknownModel
 
 
 async def test_a_lease_is_held_until_it_ends_and_taking_over_fences_the_old_epoch(bus: Bus, h: Any) -> None:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinsmith.bus.codec import encode
-from tinsmith.bus.datum import Datum, pack_datums, unpack_datums
-from tinsmith.bus.errors import InvalidDatum, ProtocolError
+from tinsmith.bus.protocol.codec import encode
+from tinsmith.bus.protocol.datum import Datum, pack_datums, unpack_datums
+from tinsmith.bus.protocol.errors import InvalidDatum, ProtocolError
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 FLOATS = st.lists(st.floats(width=32), max_size=6)

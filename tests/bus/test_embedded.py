@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.bus import embedded
 from tinsmith.bus.connection import open_bus
-from tinsmith.bus.embedded import EmbeddedServer, find_server, socket_path
-from tinsmith.bus.errors import StartupError, StateInUse
+from tinsmith.bus.protocol.errors import StartupError, StateInUse
+from tinsmith.bus.redis import embedded
+from tinsmith.bus.redis.embedded import EmbeddedServer, find_server, socket_path
 
 HOLDER = """
 import sys, os
-from tinsmith.bus.embedded import EmbeddedServer
+from tinsmith.bus.redis.embedded import EmbeddedServer
 server = EmbeddedServer()
 server.start(sys.argv[1])
 print(server.pid, flush=True)

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
+from tinsmith.bus.bus import Bus
 from tinsmith.bus.connection import open_bus
-from tinsmith.bus.errors import Gap
 from tinsmith.bus.events import Streamed
-from tinsmith.bus.streams import Bus
+from tinsmith.bus.protocol.errors import Gap
 
 
 async def run(bus: Bus, h: Any, epoch: int, count: int, model: str = "m") -> None:

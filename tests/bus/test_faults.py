@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from tinsmith.bus.bus import Bus
 from tinsmith.bus.connection import open_bus
-from tinsmith.bus.embedded import EmbeddedServer
-from tinsmith.bus.errors import BusLost, BusUnreachable, Busy
-from tinsmith.bus.scripts import SCRIPTS
-from tinsmith.bus.streams import Bus
+from tinsmith.bus.protocol.errors import BusLost, BusUnreachable, Busy
+from tinsmith.bus.redis.embedded import EmbeddedServer
+from tinsmith.bus.redis.scripts import SCRIPTS
 
 
 def kill(server: EmbeddedServer) -> None:

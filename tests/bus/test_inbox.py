@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 
+from tinsmith.bus.bus import Bus
 from tinsmith.bus.connection import open_bus
-from tinsmith.bus.envelope import SAMPLE_LANE, Kind
-from tinsmith.bus.errors import BusUnreachable, CommandConflict, DeadlineExceeded, ProtocolError, UnknownCommand
-from tinsmith.bus.parts import Part
-from tinsmith.bus.streams import Bus
+from tinsmith.bus.protocol.envelope import SAMPLE_LANE, Kind
+from tinsmith.bus.protocol.errors import (
+    BusUnreachable,
+    CommandConflict,
+    DeadlineExceeded,
+    ProtocolError,
+    UnknownCommand,
+)
+from tinsmith.bus.protocol.parts import Part
 
 
 async def done(bus: Bus, h: Any, epoch: int, count: int = 1, body: bytes = b"") -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tinsmith.bus.bus import Bus
 from tinsmith.bus.inventory import UNKNOWN, as_text, classify, describe, take_inventory
-from tinsmith.bus.keys import Keys
-from tinsmith.bus.streams import Bus
+from tinsmith.bus.redis.keys import Keys
 
 
 def test_every_name_in_keys_is_described() -> None:

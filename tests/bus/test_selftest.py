@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tinsmith.bus.bus import Info
 from tinsmith.bus.connection import open_bus
-from tinsmith.bus.embedded import EmbeddedServer
-from tinsmith.bus.errors import BusUnreachable, UnsafeServer
+from tinsmith.bus.protocol.errors import BusUnreachable, UnsafeServer
+from tinsmith.bus.redis.embedded import EmbeddedServer
 from tinsmith.bus.selftest import _check, self_test
-from tinsmith.bus.streams import Info
 
 
 async def test_a_good_server_passes_and_is_left_clean(own_server: EmbeddedServer, tmp_path: Path) -> None:

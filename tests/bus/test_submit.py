@@ -8,9 +8,10 @@ from typing import Any
 import msgpack
 import pytest
 
+from tinsmith.bus.bus import Bus
 from tinsmith.bus.connection import open_bus
-from tinsmith.bus.envelope import SAMPLE_LANE, Kind
-from tinsmith.bus.errors import (
+from tinsmith.bus.protocol.envelope import SAMPLE_LANE, Kind
+from tinsmith.bus.protocol.errors import (
     Busy,
     CommandConflict,
     InvalidInput,
@@ -19,7 +20,6 @@ from tinsmith.bus.errors import (
     SeqConflict,
     UnknownModel,
 )
-from tinsmith.bus.streams import Bus
 
 
 async def keys_of(bus: Bus) -> dict[bytes, Any]:

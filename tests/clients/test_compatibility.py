@@ -14,13 +14,13 @@ import pytest
 import tinker
 from bench import Asked, Bench, make_tokenizer, settle
 from commands import COMMANDS, commands, run
-from door_app import running, settings_of
+from gateway_app import running, settings_of
 from methods import ARGUMENTS, CASES, CLIENTS, public_methods
 from serving import Service
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 
-TABLE = Path(__file__).parents[2] / "api" / "http" / "COMPATIBILITY.md"
+TABLE = Path(__file__).parents[2] / "ops" / "docs" / "tinker_compatibility.md"
 INTRO = f"""\
 # What the official Tinker SDK finds here
 

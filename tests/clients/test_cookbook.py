@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @dataclass
-class Door:
+class Gateway:
     """A service with its HTTP door open, and the folder in which the programs run."""
 
     service: Service
@@ -30,7 +30,7 @@ class Door:
 
 
 @pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -54,12 +54,12 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
         port = probe.getsockname()[1]
     names = [word for alias in ALIASES for word in ("--also-known-as", alias)]
     running = start_service(model, folder / "state", "--alias", "tiny", "--port", str(port), *names)
-    yield Door(running, f"http://127.0.0.1:{port}", folder / "hub")
+    yield Gateway(running, f"http://127.0.0.1:{port}", folder / "hub")
     running.stop()
     assert processes_of(running.state) == []
 
 
-def run(door: Door, program: str, log: Path, *arguments: str) -> list[dict[str, Any]]:
+def run(door: Gateway, program: str, log: Path, *arguments: str) -> list[dict[str, Any]]:
     """Run a program of the package to its end; the metrics that it logged, one mapping a step."""
     environment = {
         **os.environ,
@@ -77,7 +77,7 @@ def run(door: Door, program: str, log: Path, *arguments: str) -> list[dict[str, 
     return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_supervised_loop_learns(door: Door, tmp_path: Path) -> None:
+def test_the_supervised_loop_learns(door: Gateway, tmp_path: Path) -> None:
     steps = run(
         door,
         "sl_loop",
@@ -92,7 +92,7 @@ def test_the_supervised_loop_learns(door: Door, tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_the_supervised_trainer_evaluates_and_keeps_rolling_checkpoints(door: Door, tmp_path: Path) -> None:
+def test_the_supervised_trainer_evaluates_and_keeps_rolling_checkpoints(door: Gateway, tmp_path: Path) -> None:
     import tinker_cookbook
 
     chats = Path(tinker_cookbook.__file__).parent / "example_data" / "conversations.jsonl"
@@ -115,7 +115,7 @@ def test_the_supervised_trainer_evaluates_and_keeps_rolling_checkpoints(door: Do
     assert len(checkpoints) >= 2
 
 
-def test_the_rl_trainer_samples_from_the_weights_that_it_trains(door: Door, tmp_path: Path) -> None:
+def test_the_rl_trainer_samples_from_the_weights_that_it_trains(door: Gateway, tmp_path: Path) -> None:
     steps = run(
         door,
         "math_rl.train",
@@ -136,7 +136,7 @@ def test_the_rl_trainer_samples_from_the_weights_that_it_trains(door: Door, tmp_
     assert len(steps) >= 3
 
 
-def test_the_curl_session_of_the_readme_trains_and_samples(door: Door) -> None:
+def test_the_curl_session_of_the_readme_trains_and_samples(door: Gateway) -> None:
     answers = [json.loads(line) for line in curl_session(door.url, "tiny")]
     assert [answer["event"]["ok"] for answer in answers] == [True] * 5
     assert answers[1]["event"]["metrics"]["num_tokens:sum"] == 3

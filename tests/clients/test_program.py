@@ -11,7 +11,7 @@ import pytest
 import tinker
 from bench import KEY
 from commands import run
-from door_app import Running, running, settings_of
+from gateway_app import Running, running, settings_of
 from serving import Service
 
 pytestmark = pytest.mark.timeout(600)

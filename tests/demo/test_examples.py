@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tinsmith.api import SampledSequence
+from tinsmith.ops.demo.tasks import Task, reversals, sums
 from tinsmith.ops.examples import rl_loop, supervised
-from tinsmith.ops.examples.tasks import Task, reversals, sums
 
 
 def _answer(text: str, reason: str = "stop") -> SampledSequence:

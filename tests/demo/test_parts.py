@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.bus.errors import InvalidInput, NotAModel, StartupError
-from tinsmith.ops import models
-from tinsmith.ops.curves import draw_curves
-from tinsmith.ops.demo import run_demo
-from tinsmith.ops.examples.rl_loop import Step
+from tinsmith.bus.protocol.errors import InvalidInput, NotAModel, StartupError
+from tinsmith.ops.demo import models
+from tinsmith.ops.demo.curves import draw_curves
+from tinsmith.ops.demo.main import run_demo
+from tinsmith.ops.examples.rl_loop import Iteration
 from tinsmith.ops.local import local_service
 
 
 def test_the_tiny_model_is_the_same_for_the_same_seed_and_loads_like_any_other(tmp_path: Path) -> None:
-    from tinsmith.actors.engine.base import load_base
+    from tinsmith.actors.engine.model.base import load_base
 
     first, again, other = (
         models.make_tiny(tmp_path / name, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))
@@ -40,7 +40,7 @@ def test_a_missing_smollm2_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_curves_are_a_png_also_for_a_single_step(tmp_path: Path) -> None:
-    step = Step(1, reward=0.5, started=0.0, loss=0.1, grad_norm=2.0, tokens=100, seconds=4.0)
+    step = Iteration(1, reward=0.5, started=0.0, loss=0.1, grad_norm=2.0, tokens=100, seconds=4.0)
     path = draw_curves([step], 0.4, 0.6, "a run", tmp_path / "new" / "curves.png")
     assert path.read_bytes().startswith(b"\x89PNG")
 

@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB, tiny_model
 
-from tinsmith.actors.engine.base import load_base, load_tokenizer
-from tinsmith.bus.errors import NotAModel, UnsupportedModel
+from tinsmith.actors.engine.model.base import load_base, load_tokenizer
+from tinsmith.bus.protocol.errors import NotAModel, UnsupportedModel
 
 
 def test_the_facts_of_a_model(llama: Path, model_of: Callable[[str], Path]) -> None:

@@ -15,9 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tinsmith.actors.engine import checkpoint
 from tinsmith.actors.engine.engine import Engine
-from tinsmith.actors.engine.trainee import gather
-from tinsmith.bus.commands import CreateModelArgs, ForwardArgs, LoraSpec, OptimStepArgs
-from tinsmith.bus.errors import CommandFailed, DamagedCheckpoint, InvalidInput, NoGradients, NonFinite, UnknownVersion
+from tinsmith.actors.engine.trainable.trainable import gather_shards
+from tinsmith.bus.protocol.commands import CreateModelArgs, ForwardArgs, LoraSpec, OptimStepArgs
+from tinsmith.bus.protocol.errors import (
+    CommandFailed,
+    DamagedCheckpoint,
+    InvalidInput,
+    NoGradients,
+    NonFinite,
+    UnknownVersion,
+)
 
 LORA = CreateModelArgs(base="tiny", lora=LoraSpec(rank=4, seed=1), metadata={"who": "me"})
 FULL = CreateModelArgs(base="tiny")
@@ -36,7 +43,7 @@ def forward(engine: Engine, seed: int) -> None:
 
 
 def state(engine: Engine) -> dict[str, np.ndarray]:
-    return {n: gather(p.detach()).numpy().copy() for n, p in engine._models["m"].params.items()}
+    return {n: gather_shards(p.detach()).numpy().copy() for n, p in engine._models["m"].params.items()}
 
 
 def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:

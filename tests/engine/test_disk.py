@@ -15,11 +15,11 @@ from gloo_ranks import run_ranks
 from tiny import batch
 from torch.distributed.device_mesh import DeviceMesh
 
-from tinsmith.actors.disk import DiskReport, measure
 from tinsmith.actors.engine import checkpoint
 from tinsmith.actors.engine.engine import Engine
-from tinsmith.bus.commands import CreateModelArgs, ForwardArgs, LoraSpec, OptimStepArgs
-from tinsmith.bus.errors import DiskFull
+from tinsmith.actors.service.disk import DiskReport, measure
+from tinsmith.bus.protocol.commands import CreateModelArgs, ForwardArgs, LoraSpec, OptimStepArgs
+from tinsmith.bus.protocol.errors import DiskFull
 
 LORA = CreateModelArgs(base="tiny", lora=LoraSpec(rank=4))
 FULL = CreateModelArgs(base="tiny")
@@ -66,8 +66,8 @@ from pathlib import Path
 import torch
 from tinsmith.actors.engine import checkpoint
 from tinsmith.actors.engine.engine import Engine
-from tinsmith.bus.commands import CreateModelArgs, LoraSpec
-from tinsmith.bus.errors import TinsmithError
+from tinsmith.bus.protocol.commands import CreateModelArgs, LoraSpec
+from tinsmith.bus.protocol.errors import TinsmithError
 
 base, place = Path(sys.argv[1]), Path(sys.argv[2])
 torch.set_num_threads(1)
@@ -138,7 +138,7 @@ def test_the_report_tells_what_each_kind_takes(tmp_path: Path) -> None:
 def test_the_report_walks_the_disk_once_in_a_while_and_in_a_thread_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tinsmith.actors import disk
+    from tinsmith.actors.service import disk
 
     walks, may_end = [], threading.Event()
 

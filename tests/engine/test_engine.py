@@ -14,12 +14,12 @@ from tiny import batch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tinsmith.actors.engine.engine import Engine, ForwardResult
-from tinsmith.actors.engine.loss import Config, Loss, LossOutput, TokenInputs
-from tinsmith.actors.engine.losses import LossRegistry
-from tinsmith.actors.engine.trainee import gather
-from tinsmith.bus.commands import CreateModelArgs, ForwardArgs, LoraSpec, OptimStepArgs
-from tinsmith.bus.datum import Datum
-from tinsmith.bus.errors import (
+from tinsmith.actors.engine.losses.contract import Config, Loss, LossOutput, TokenInputs
+from tinsmith.actors.engine.losses.registry import LossRegistry
+from tinsmith.actors.engine.trainable.trainable import gather_shards
+from tinsmith.bus.protocol.commands import CreateModelArgs, ForwardArgs, LoraSpec, OptimStepArgs
+from tinsmith.bus.protocol.datum import Datum
+from tinsmith.bus.protocol.errors import (
     CommandFailed,
     InvalidDatum,
     InvalidInput,
@@ -47,12 +47,12 @@ def run(engine: Engine, model: str, data: list[Datum], *, backward: bool = True)
 
 
 def state(engine: Engine, model: str) -> dict[str, np.ndarray]:
-    return {n: gather(p.detach()).numpy().copy() for n, p in engine._models[model].params.items()}
+    return {n: gather_shards(p.detach()).numpy().copy() for n, p in engine._models[model].params.items()}
 
 
 def grads(engine: Engine, model: str) -> dict[str, np.ndarray | None]:
     params = engine._models[model].params
-    return {n: None if p.grad is None else gather(p.grad).numpy().copy() for n, p in params.items()}
+    return {n: None if p.grad is None else gather_shards(p.grad).numpy().copy() for n, p in params.items()}
 
 
 def assert_equal(left: dict[str, Any], right: dict[str, Any]) -> None:

@@ -16,9 +16,9 @@ from tinsmith.actors.engine import checkpoint
 from tinsmith.actors.engine import export as exporting
 from tinsmith.actors.engine.engine import Engine
 from tinsmith.actors.engine.export import export
-from tinsmith.api.cli import main
-from tinsmith.bus.commands import CreateModelArgs, ForwardArgs, LoraSpec, OptimStepArgs
-from tinsmith.bus.errors import DamagedCheckpoint, InvalidInput, NotAModel, UnknownVersion
+from tinsmith.api.cli.main import main
+from tinsmith.bus.protocol.commands import CreateModelArgs, ForwardArgs, LoraSpec, OptimStepArgs
+from tinsmith.bus.protocol.errors import DamagedCheckpoint, InvalidInput, NotAModel, UnknownVersion
 
 TOKENS = torch.arange(3, 20)[None]
 FULL = CreateModelArgs(base="tiny")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinsmith.actors.engine.base import load_base
-from tinsmith.actors.engine.lora import AdapterBank, target_modules
-from tinsmith.bus.commands import LoraSpec
-from tinsmith.bus.errors import UnsupportedModel
+from tinsmith.actors.engine.model.base import load_base
+from tinsmith.actors.engine.trainable.lora import AdapterBank, target_modules
+from tinsmith.bus.protocol.commands import LoraSpec
+from tinsmith.bus.protocol.errors import UnsupportedModel
 
 
 def bank(path: Path) -> AdapterBank:

@@ -12,15 +12,15 @@ from tiny import batch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tinsmith.actors.engine.engine import Engine
-from tinsmith.actors.engine.trainee import gather
-from tinsmith.bus.commands import CreateModelArgs, ForwardArgs, LoraSpec, OptimStepArgs
+from tinsmith.actors.engine.trainable.trainable import gather_shards
+from tinsmith.bus.protocol.commands import CreateModelArgs, ForwardArgs, LoraSpec, OptimStepArgs
 
 STEP = OptimStepArgs(lr=1e-2, grad_clip_norm=1.0, eps=1e-5, weight_decay=0.1)
 
 
 def weights(engine: Engine, model: str) -> dict[str, np.ndarray]:
     """Every trainable parameter, whole."""
-    return {n: gather(p.detach()).cpu().numpy().copy() for n, p in engine._models[model].params.items()}
+    return {n: gather_shards(p.detach()).cpu().numpy().copy() for n, p in engine._models[model].params.items()}
 
 
 def train(

@@ -9,10 +9,10 @@ import pytest
 import torch
 from tiny import VOCAB
 
-from tinsmith.actors.engine import score
-from tinsmith.actors.engine.base import load_base
-from tinsmith.actors.engine.score import HeadMath, score_frozen, score_general
-from tinsmith.actors.engine.scorer import Scorer
+from tinsmith.actors.engine.model import head as score
+from tinsmith.actors.engine.model.base import load_base
+from tinsmith.actors.engine.model.fsdp import Scorer
+from tinsmith.actors.engine.model.head import HeadMath, score_frozen, score_general
 
 MATHS = [HeadMath(), HeadMath(scale=0.5), HeadMath(softcap=3.0), HeadMath(scale=2.0, softcap=5.0)]
 
@@ -53,7 +53,7 @@ def test_values_and_gradients_equal_full_logits(math: HeadMath, monkeypatch: pyt
 def test_no_tensor_of_tokens_by_vocabulary_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    monkeypatch.setattr(score, "CHUNK_BYTES", 4 * VOCAB * 16)
+    monkeypatch.setattr(score, "LOGIT_CHUNK_BYTES", 4 * VOCAB * 16)
     largest = 0
 
     class Watch(TorchDispatchMode):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tinsmith.bus.datum import Datum
+from tinsmith.bus.protocol.datum import Datum
 
 VOCAB = 160
 _SIZES: dict[str, Any] = {

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ["TINKER_TELEMETRY"] = "0"
 
 import tinker
-from door_app import Running, running, settings_of
+from gateway_app import Running, running, settings_of
 
 from tinsmith.api.http.settings import HttpSettings
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from door_app import Running
+from gateway_app import Running
 from serving import Service, run_cli
 
 from tinsmith.api import Datum, connect
-from tinsmith.api.http.catalog import remove
-from tinsmith.api.http.names import TinkerPath
-from tinsmith.bus.errors import UnknownVersion
+from tinsmith.api.http.retention.catalog import remove
+from tinsmith.api.http.tenancy.names import TinkerPath
+from tinsmith.bus.protocol.errors import UnknownVersion
 
 
 def test_health_metrics_and_status_tell_what_the_state_takes(app: Running, service: Service) -> None:

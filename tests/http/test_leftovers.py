@@ -14,16 +14,25 @@ from pathlib import Path
 import pytest
 
 from tinsmith.actors.engine.checkpoint import write_directory
-from tinsmith.api.http import store, sweeper
-from tinsmith.api.http.catalog import remove
-from tinsmith.api.http.door import Door
-from tinsmith.api.http.leftovers import ANCIENT_SECONDS, GUARD_SECONDS, LIFE_FILE, Holders, Leftover, collect, is_due
-from tinsmith.api.http.names import TinkerPath
-from tinsmith.api.http.records import ModelRecord, SamplerRecord, SaveRecord, SessionRecord
+from tinsmith.api.http.gateway import Gateway
+from tinsmith.api.http.retention import sweeper
+from tinsmith.api.http.retention.catalog import remove
+from tinsmith.api.http.retention.leftovers import (
+    ANCIENT_SECONDS,
+    GUARD_SECONDS,
+    LIFE_FILE,
+    Holders,
+    Leftover,
+    collect,
+    is_due,
+)
 from tinsmith.api.http.settings import HttpSettings
-from tinsmith.bus.commands import LoraSpec
-from tinsmith.bus.embedded import EmbeddedServer
-from tinsmith.bus.envelope import Command, Kind, new_id
+from tinsmith.api.http.tenancy import store
+from tinsmith.api.http.tenancy.names import TinkerPath
+from tinsmith.api.http.tenancy.records import ModelRecord, SamplerRecord, SaveRecord, SessionRecord
+from tinsmith.bus.protocol.commands import LoraSpec
+from tinsmith.bus.protocol.envelope import Command, Kind, new_id
+from tinsmith.bus.redis.embedded import EmbeddedServer
 
 LIVING, OVER = "s-00000000000000aa", "s-00000000000000bb"
 HOUR = GUARD_SECONDS + 60
@@ -37,31 +46,31 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-async def door(url: str, tmp_path: Path) -> AsyncIterator[Door]:
+async def door(url: str, tmp_path: Path) -> AsyncIterator[Gateway]:
     """A door over a bus and a state folder of its own, where one session lives and no service runs."""
     settings = HttpSettings(bus_url=url, bus=f"t-{new_id()}", alias="tiny", model_path="-", state_dir=str(tmp_path))
-    opened = await Door.open(settings)
+    opened = await Gateway.open(settings)
     await opened.store.put_session(LIVING, SessionRecord(owner="me", created=time.time()))
     yield opened
     await opened.close()
 
 
-def make(door: Door, *places: str) -> None:
+def make(door: Gateway, *places: str) -> None:
     for place in places:
         write_directory(Path(door.settings.state_dir) / place, lambda fresh: (fresh / "file").write_text("x") and None)
 
 
-def there(door: Door, name: str = "file") -> set[str]:
+def there(door: Gateway, name: str = "file") -> set[str]:
     state = Path(door.settings.state_dir)
     return {str(file.parent.relative_to(state)) for file in state.rglob(name)}
 
 
-async def create(door: Door, model: str, snapshot: int) -> None:
+async def create(door: Gateway, model: str, snapshot: int) -> None:
     await door.bus.submit(Command(id=new_id(), model=model, kind=Kind.CREATE_MODEL, seq=0))
     await door.bus.session.call(("HSET", door.bus.session.keys.meta(model), "snapshot", snapshot))
 
 
-async def test_versions_go_with_what_held_them_and_named_ones_stay(door: Door) -> None:
+async def test_versions_go_with_what_held_them_and_named_ones_stay(door: Gateway) -> None:
     stay = {
         f"published/{LIVING}:train:0/@3",
         f"published/{OVER}:train:0/@4",
@@ -86,7 +95,7 @@ async def test_versions_go_with_what_held_them_and_named_ones_stay(door: Door) -
     assert not (Path(door.settings.state_dir) / f"published/{OVER}:train:1").exists()
 
 
-async def test_snapshots_go_when_they_are_superseded_or_their_model_is_gone(door: Door) -> None:
+async def test_snapshots_go_when_they_are_superseded_or_their_model_is_gone(door: Gateway) -> None:
     await create(door, "live", 9)
     await collect(door, time.time())
     stay = {"snapshots/live/9", "snapshots/live/12"}
@@ -95,7 +104,7 @@ async def test_snapshots_go_when_they_are_superseded_or_their_model_is_gone(door
     assert there(door) == stay
 
 
-async def test_what_a_crash_left_half_done_goes_and_a_checkpoint_between_two_names_comes_back(door: Door) -> None:
+async def test_what_a_crash_left_half_done_goes_and_a_checkpoint_between_two_names_comes_back(door: Gateway) -> None:
     state = Path(door.settings.state_dir)
     make(door, "checkpoints/m/a", "checkpoints/m/b", "published/m/v", "snapshots/m/3")
     await create(door, "m", 3)
@@ -126,7 +135,7 @@ write_directory(Path(sys.argv[1]), fill)
 """
 
 
-async def test_a_writer_that_is_killed_leaves_nothing_for_long(door: Door) -> None:
+async def test_a_writer_that_is_killed_leaves_nothing_for_long(door: Gateway) -> None:
     make(door, "checkpoints/m/a")
     place = Path(door.settings.state_dir) / "checkpoints" / "m" / "a"
     pipe = asyncio.subprocess.PIPE
@@ -142,7 +151,7 @@ async def test_a_writer_that_is_killed_leaves_nothing_for_long(door: Door) -> No
     assert there(door) == {"checkpoints/m/a"}
 
 
-async def test_a_bus_judges_nothing_that_lay_there_before_it(door: Door) -> None:
+async def test_a_bus_judges_nothing_that_lay_there_before_it(door: Gateway) -> None:
     state = Path(door.settings.state_dir)
     make(door, "snapshots/theirs/5", f"published/{OVER}:train:0/@5")
     (state / LIFE_FILE).write_text(json.dumps({"incarnation": "another", "since": 0.0}))
@@ -180,7 +189,7 @@ def test_nothing_young_and_nothing_held_is_due() -> None:
     assert due("unnamed", "@1", ANCIENT_SECONDS, since=2e9)
 
 
-async def test_a_time_to_live_ends_unnamed_versions_too_and_what_is_not_written_yet_keeps_it(door: Door) -> None:
+async def test_a_time_to_live_ends_unnamed_versions_too_and_what_is_not_written_yet_keeps_it(door: Gateway) -> None:
     model, now = f"{LIVING}:train:0", time.time()
     await door.store.put_model(model, ModelRecord(owner="me", created=now, base="tiny", lora=LoraSpec(rank=4)))
     record = SaveRecord(seq=3, at=now, expires_at=now + 50)
@@ -199,7 +208,7 @@ async def test_a_time_to_live_ends_unnamed_versions_too_and_what_is_not_written_
 
 
 async def test_a_disk_that_fails_puts_the_chores_off_and_ends_nothing(
-    door: Door, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    door: Gateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (Path(door.settings.state_dir) / LIFE_FILE).mkdir()
     rounds = []
@@ -215,7 +224,7 @@ async def test_a_disk_that_fails_puts_the_chores_off_and_ends_nothing(
     assert "chores were put off" in caplog.text
 
 
-async def test_of_many_who_delete_a_version_one_does(door: Door) -> None:
+async def test_of_many_who_delete_a_version_one_does(door: Gateway) -> None:
     path = TinkerPath("m", "sampler_weights", "v")
     for _ in range(20):
         make(door, "published/m/v")

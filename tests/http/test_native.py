@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import msgpack
-from door_app import Running
+from gateway_app import Running
 
 
 def test_a_model_trains_over_plain_json_and_its_events_replay(app: Running) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from door_app import Running, running
+from gateway_app import Running, running
 from serving import Service
 
 from tinsmith.api import connect

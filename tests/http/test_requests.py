@@ -10,14 +10,14 @@ import httpx
 import numpy as np
 import pytest
 import zstandard
-from door_app import Running, running
+from gateway_app import Running, running
 
-from tinsmith.api.http.door import Door
-from tinsmith.api.http.names import unload_id
+from tinsmith.api.http.gateway import Gateway
+from tinsmith.api.http.retention.sweeper import end_session, sweep
 from tinsmith.api.http.settings import HttpSettings
-from tinsmith.api.http.sweeper import end_session, sweep
-from tinsmith.api.http.wire import tinsmith_pb2 as pb
-from tinsmith.bus.errors import UnknownModel
+from tinsmith.api.http.tenancy.names import unload_id
+from tinsmith.api.http.tinker.encoding import tinsmith_pb2 as pb
+from tinsmith.bus.protocol.errors import UnknownModel
 
 PROTO = {"content-type": "application/x-protobuf"}
 OPTIM = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
@@ -175,7 +175,7 @@ async def test_a_silent_session_ends_with_all_that_is_its_own(client: Client, se
     client.result(unnamed["request_id"])
     named = client.post("save_weights", model_id=model, seq_id=2, path="kept", ttl_seconds=50).json()
     client.result(named["request_id"])
-    door = await Door.open(settings)
+    door = await Gateway.open(settings)
     try:
         now = time.time()
         assert client.session not in await door.store.silent(now - 900, now - 60)
@@ -205,7 +205,7 @@ async def test_a_version_that_another_session_samples_from_outlives_its_own(
     path = f"tinker://{model}/sampler_weights/{version.name}"
     asked = {"session_id": other.session, "sampling_session_seq_id": 0, "model_path": path}
     assert other.post("create_sampling_session", **asked).status_code == 200
-    door = await Door.open(settings)
+    door = await Gateway.open(settings)
     try:
         await end_session(door, client.session)
         assert version.is_dir()
@@ -216,7 +216,7 @@ async def test_a_version_that_another_session_samples_from_outlives_its_own(
 
 
 async def test_a_refusal_outlives_the_replica_that_gave_it(settings: HttpSettings) -> None:
-    one, other = await Door.open(settings), await Door.open(settings)
+    one, other = await Gateway.open(settings), await Gateway.open(settings)
     try:
         request = await one.refuse(UnknownModel("gone"))
         event, _ = await other.outcome(request, 1)
@@ -334,7 +334,7 @@ async def test_a_session_whose_model_has_the_longest_name_ends(client: Client, s
     endless = client.post("save_weights", model_id=client.model(1), seq_id=1, path="p", ttl_seconds=10**12).json()
     assert client.result(endless["request_id"]).json()["category"] == "user"
     assert client.http.get("/api/v1/checkpoints").status_code == 200
-    door = await Door.open(settings)
+    door = await Gateway.open(settings)
     try:
         await end_session(door, client.session)
         event, _ = await door.inbox.wait(unload_id(name), 30)

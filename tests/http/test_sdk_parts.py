@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from tinker.proto import response_conv
 
-from tinsmith.api.http.names import TinkerPath, external_name, parse_path
-from tinsmith.api.http.records import SessionRecord
-from tinsmith.api.http.routes.copies import link_folder
-from tinsmith.api.http.signed import expiry, is_signed, signature
-from tinsmith.api.http.wire.results import as_proto
-from tinsmith.api.http.wire.search import Found, page, read_search
-from tinsmith.api.http.wire.trace import timeline
-from tinsmith.bus.codec import encode, pack_ragged
-from tinsmith.bus.envelope import SAMPLE_LANE, Event, Kind
-from tinsmith.bus.errors import Gap, InvalidInput
+from tinsmith.api.http.tenancy.names import TinkerPath, external_name, parse_path
+from tinsmith.api.http.tenancy.records import SessionRecord
+from tinsmith.api.http.tenancy.signed import expiry, is_signed, signature
+from tinsmith.api.http.tinker.copies import link_folder
+from tinsmith.api.http.tinker.encoding.results import as_proto
+from tinsmith.api.http.tinker.encoding.search import Found, page, read_search
+from tinsmith.api.http.tinker.encoding.timeline import timeline
 from tinsmith.bus.events import Streamed
+from tinsmith.bus.protocol.codec import encode, pack_ragged
+from tinsmith.bus.protocol.envelope import SAMPLE_LANE, Event, Kind
+from tinsmith.bus.protocol.errors import Gap, InvalidInput
 
 
 def test_sessions_of_one_instant_are_each_on_one_page() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 import tinker
-from door_app import Running
+from gateway_app import Running
 from tinker import types
 
-from tinsmith.api.http.door import Door
-from tinsmith.api.http.sweeper import end_session
+from tinsmith.api.http.gateway import Gateway
+from tinsmith.api.http.retention.sweeper import end_session
 
 pytestmark = pytest.mark.filterwarnings("ignore::tinker.ExperimentalWarning")
 
@@ -143,7 +143,7 @@ async def test_a_session_that_is_over_is_told_so_and_stays_to_be_found(
     session = session_of(model)
     path = model.save_state("kept").result().path
     own.close("errored", "the disk was full").result()
-    door = await Door.open(app.settings)
+    door = await Gateway.open(app.settings)
     try:
         await end_session(door, session)
     finally:

@@ -13,13 +13,13 @@ import httpx
 import numpy as np
 import pytest
 import tinker
-from door_app import Running, running
+from gateway_app import Running, running
 from tinker import types
 
 from tinsmith.api.http.settings import HttpSettings
 from tinsmith.bus.connection import open_bus
-from tinsmith.bus.envelope import SAMPLE_LANE
 from tinsmith.bus.events import Streamed
+from tinsmith.bus.protocol.envelope import SAMPLE_LANE
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3, 4])
 

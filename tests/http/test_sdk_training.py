@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 import tinker
-from door_app import Running
+from gateway_app import Running
 from tinker import types
 
 torch = pytest.importorskip("torch")

@@ -7,15 +7,15 @@ import pytest
 import zstandard
 from tinker.proto import response_conv
 
-from tinsmith.api.http.names import given_name, parse_path
-from tinsmith.api.http.wire import tensors
-from tinsmith.api.http.wire import tinsmith_pb2 as pb
-from tinsmith.api.http.wire.batches import decompress, read_json, read_proto
-from tinsmith.api.http.wire.results import as_proto
-from tinsmith.bus.codec import encode, pack_ragged
-from tinsmith.bus.datum import unpack_datums
-from tinsmith.bus.envelope import Event, Kind
-from tinsmith.bus.errors import InvalidDatum, InvalidInput
+from tinsmith.api.http.tenancy.names import given_name, parse_path
+from tinsmith.api.http.tinker.encoding import tensors
+from tinsmith.api.http.tinker.encoding import tinsmith_pb2 as pb
+from tinsmith.api.http.tinker.encoding.batches import decompress, read_json, read_proto
+from tinsmith.api.http.tinker.encoding.results import as_proto
+from tinsmith.bus.protocol.codec import encode, pack_ragged
+from tinsmith.bus.protocol.datum import unpack_datums
+from tinsmith.bus.protocol.envelope import Event, Kind
+from tinsmith.bus.protocol.errors import InvalidDatum, InvalidInput
 
 
 def _csr(values: list[float], crow: list[int], col: list[int], shape: list[int]) -> pb.Tensor:

@@ -14,7 +14,7 @@ from invariance.groups import Call, create, forward, forward_backward, step
 from invariance.judge import Judge
 from reference.cases import CONFIGS, LOSSES
 
-from tinsmith.bus.datum import Datum
+from tinsmith.bus.protocol.datum import Datum
 
 CONTEXT = 64
 STEP = {"lr": 1e-2, "eps": 0.1, "weight_decay": 0.1, "grad_clip_norm": 1.0}

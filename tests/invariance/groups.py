@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 from invariance.worker import ALIAS, Order, serve
 
-from tinsmith.actors.gather import gather_outcome
 from tinsmith.actors.metrics import Catalogue
-from tinsmith.actors.planner import plan_batch
-from tinsmith.actors.step import Reply
-from tinsmith.bus.codec import decode, unpack_ragged
-from tinsmith.bus.datum import Datum, pack_datums
-from tinsmith.bus.envelope import Kind
-from tinsmith.bus.errors import TinsmithError
+from tinsmith.actors.schedule.planner import plan_batch
+from tinsmith.actors.training.outcome import reduce_replies
+from tinsmith.actors.workers.step import RankReply
+from tinsmith.bus.protocol.codec import decode, unpack_ragged
+from tinsmith.bus.protocol.datum import Datum, pack_datums
+from tinsmith.bus.protocol.envelope import Kind
+from tinsmith.bus.protocol.errors import TinsmithError
 
 BATCH = (Kind.FORWARD.value, Kind.FORWARD_BACKWARD.value)
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -117,8 +117,8 @@ class RankGroup:
             self._children.append(child)
             self._pipes.append(here)
 
-    def _collect(self, timeout: float) -> list[list[Reply]]:
-        replies: dict[int, list[Reply]] = {}
+    def _collect(self, timeout: float) -> list[list[RankReply]]:
+        replies: dict[int, list[RankReply]] = {}
         while len(replies) < self.world:
             waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in replies}
             ready = wait(list(waiting), timeout)
@@ -145,7 +145,7 @@ class RankGroup:
         body, lengths = pack_datums(call.data)
         return Order(call.work, call.model, call.args, body, plan_batch(lengths, self.world, call.budget))
 
-    def _answer(self, call: Call, order: Order, replies: tuple[Reply, ...]) -> Answer:
+    def _answer(self, call: Call, order: Order, replies: tuple[RankReply, ...]) -> Answer:
         first = replies[0]
         if call.work not in {kind.value for kind in Kind}:
             assert first.error is None, first.error
@@ -155,7 +155,7 @@ class RankGroup:
             return Answer(tensors=first.result["tensors"])
         for reply in replies[1:]:
             assert repr(reply.scalars) == repr(first.scalars)  # NaN equals itself
-        outcome = gather_outcome(Kind(call.work), replies, order.plan, self.catalogue)
+        outcome = reduce_replies(Kind(call.work), replies, order.plan, self.catalogue)
         logprobs = unpack_ragged(decode(outcome.body)["logprobs"]) if outcome.body else []
         shares = tuple(0 if reply.indices is None else len(reply.indices) for reply in replies)
         return Answer(outcome.metrics, outcome.flags, outcome.error, logprobs, {}, shares)

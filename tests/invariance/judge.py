@@ -19,7 +19,7 @@ import torch
 from reference.reference import ReferenceTrainer
 from torch import nn
 
-from tinsmith.bus.datum import Datum
+from tinsmith.bus.protocol.datum import Datum
 
 TOLERANCE = 1e-5
 ROUNDING = 2.0**-23

@@ -12,7 +12,7 @@ from invariance.groups import Answer, Call, RankGroup, create, forward_backward,
 from invariance.judge import COUNTS, ROUNDING, TOLERANCE, Judge, assert_logprobs, assert_metrics, assert_tensors, norm
 from reference.cases import CONFIGS
 
-from tinsmith.bus.errors import InvalidDatum
+from tinsmith.bus.protocol.errors import InvalidDatum
 
 Groups = Callable[[int], RankGroup]
 Bases = Callable[[str], Path]

@@ -10,7 +10,7 @@ from invariance.groups import Answer, Call, RankGroup, forward, forward_backward
 from invariance.script import Bases, Groups, start
 from reference.cases import CONFIGS
 
-from tinsmith.bus.datum import Datum
+from tinsmith.bus.protocol.datum import Datum
 
 MAX_EXAMPLES = max(4, settings().max_examples // 3)
 

@@ -9,8 +9,8 @@ import pytest
 from invariance.groups import Answer, Call, create, forward_backward, step
 from invariance.script import Bases, Groups
 
-from tinsmith.bus.datum import Datum
-from tinsmith.bus.errors import NonFinite
+from tinsmith.bus.protocol.datum import Datum
+from tinsmith.bus.protocol.errors import NonFinite
 
 GOOD = [Datum([3, 4, 5], {"target_tokens": [4, 5, 6], "logprobs": [-5.0] * 3, "advantages": [1.0, -0.5, 0.0]})] * 2
 SPECS = pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["full", "lora"])

@@ -8,9 +8,9 @@ from invariance.script import Bases
 from losses.my_losses import register
 
 from tinsmith.actors.engine.engine import Engine
-from tinsmith.actors.engine.losses import LossRegistry
-from tinsmith.bus.commands import CreateModelArgs, ForwardArgs
-from tinsmith.bus.datum import Datum
+from tinsmith.actors.engine.losses.registry import LossRegistry
+from tinsmith.bus.protocol.commands import CreateModelArgs, ForwardArgs
+from tinsmith.bus.protocol.datum import Datum
 
 
 def test_an_input_that_a_loss_ignores_may_be_of_any_shape_or_absent(base_of: Bases) -> None:

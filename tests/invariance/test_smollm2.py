@@ -11,10 +11,10 @@ import pytest
 import torch
 from invariance.groups import RankGroup, create, forward
 
-from tinsmith.actors.engine.gguf import unpacked
-from tinsmith.api.address import default_cache
-from tinsmith.bus.datum import Datum
-from tinsmith.ops.models import find_smollm2
+from tinsmith.actors.engine.model.gguf import unpacked
+from tinsmith.api.client.address import default_cache
+from tinsmith.bus.protocol.datum import Datum
+from tinsmith.ops.demo.models import find_smollm2
 
 TEXTS = ("The capital of France is Paris.", "2 + 2 =", "def add(a, b):\n    return a + b\n")
 

@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tinsmith.actors.engine.engine import Engine
-from tinsmith.actors.engine.losses import Config, Loss, LossOutput, LossRegistry, TokenInputs, keep
-from tinsmith.actors.engine.trainee import gather, write_into
-from tinsmith.actors.planner import Plan
-from tinsmith.actors.step import Reply
-from tinsmith.bus.commands import parse_args
-from tinsmith.bus.datum import unpack_datums
-from tinsmith.bus.envelope import Kind
-from tinsmith.bus.errors import TinsmithError
+from tinsmith.actors.engine.losses.registry import Config, Loss, LossOutput, LossRegistry, TokenInputs, keep
+from tinsmith.actors.engine.trainable.trainable import gather_shards, write_into
+from tinsmith.actors.schedule.planner import Plan
+from tinsmith.actors.workers.step import RankReply
+from tinsmith.bus.protocol.commands import parse_args
+from tinsmith.bus.protocol.datum import unpack_datums
+from tinsmith.bus.protocol.envelope import Kind
+from tinsmith.bus.protocol.errors import TinsmithError
 
 ALIAS = "tiny"
 
@@ -58,7 +58,7 @@ def serve(pipe: Connection, rank: int, world: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-def _case(engines: dict[Path, Engine], mesh: DeviceMesh, path: Path, orders: list[Order]) -> list[Reply]:
+def _case(engines: dict[Path, Engine], mesh: DeviceMesh, path: Path, orders: list[Order]) -> list[RankReply]:
     if path not in engines:
         losses = LossRegistry.builtin()
         losses.register(Loss("levelled", levelled, required=("advantages", "level")))
@@ -77,29 +77,29 @@ def levelled(tokens: TokenInputs, config: Config) -> LossOutput:
     return LossOutput(torch.log(keep(tokens.mask, tokens.inputs["level"]) + ~tokens.mask) - gain, tokens.mask, {})
 
 
-def _carry_out(engine: Engine, order: Order) -> Reply:
+def _carry_out(engine: Engine, order: Order) -> RankReply:
     try:
         if order.work in {kind.value for kind in Kind}:
             return _command(engine, order, Kind(order.work))
-        return Reply(result={"tensors": _look(engine, order)})
+        return RankReply(result={"tensors": _look(engine, order)})
     except TinsmithError as error:
-        return Reply(error=error.to_wire())
+        return RankReply(error=error.to_wire())
 
 
-def _command(engine: Engine, order: Order, kind: Kind) -> Reply:
+def _command(engine: Engine, order: Order, kind: Kind) -> RankReply:
     args = parse_args(kind, order.args)
     if kind in (Kind.FORWARD, Kind.FORWARD_BACKWARD):
         assert order.plan is not None
         data = unpack_datums(order.body)
         done = engine.forward(order.model, data, order.plan, args, backward=kind is Kind.FORWARD_BACKWARD)
-        return Reply(indices=done.indices, columns=done.columns, logprobs=tuple(done.logprobs))
+        return RankReply(indices=done.indices, columns=done.columns, logprobs=tuple(done.logprobs))
     if kind is Kind.OPTIM_STEP:
-        return Reply(scalars=engine.optim_step(order.model, args))
+        return RankReply(scalars=engine.optim_step(order.model, args))
     if kind is Kind.CREATE_MODEL:
-        return Reply(result=engine.create(order.model, args))
+        return RankReply(result=engine.create(order.model, args))
     assert kind is Kind.UNLOAD
     engine.unload(order.model)
-    return Reply()
+    return RankReply()
 
 
 def _look(engine: Engine, order: Order) -> dict[str, np.ndarray]:
@@ -110,9 +110,9 @@ def _look(engine: Engine, order: Order) -> dict[str, np.ndarray]:
         model.changed()
         return {}
     if order.work == "optimizer":
-        return {name: gather(tensor).numpy().copy() for name, tensor in model.optimizer.state_dict().items()}
+        return {name: gather_shards(tensor).numpy().copy() for name, tensor in model.optimizer.state_dict().items()}
     if order.work == "weights":
-        return {name: gather(param.detach()).numpy().copy() for name, param in model.params.items()}
+        return {name: gather_shards(param.detach()).numpy().copy() for name, param in model.params.items()}
     assert order.work == "gradients"
     return {name: _whole_gradient(engine, param).numpy() for name, param in model.params.items()}
 
@@ -120,6 +120,6 @@ def _look(engine: Engine, order: Order) -> dict[str, np.ndarray]:
 def _whole_gradient(engine: Engine, param: torch.Tensor) -> torch.Tensor:
     """The gradient summed over ranks, which stays as it is in the model."""
     if isinstance(param, DTensor):
-        return torch.zeros(param.shape) if param.grad is None else gather(param.grad).clone()
+        return torch.zeros(param.shape) if param.grad is None else gather_shards(param.grad).clone()
     mine = torch.zeros_like(param) if param.grad is None else param.grad
     return engine.ranks.sum_(mine.detach().clone())

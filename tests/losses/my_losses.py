@@ -2,7 +2,7 @@
 
 import torch
 
-from tinsmith.actors.engine.losses import ConfigField, Loss, LossOutput, keep
+from tinsmith.actors.engine.losses.registry import ConfigField, Loss, LossOutput, keep
 
 
 def reinforce(tokens, config):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tinsmith.bus.commands import OptimStepArgs
+from tinsmith.bus.protocol.commands import OptimStepArgs
 
 SHAPES = {"uneven": (5, 3), "one": (1,), "square": (4, 4), "plain": (3, 2)}
 """`plain` is never sharded; `one` leaves all ranks but the first without an element."""

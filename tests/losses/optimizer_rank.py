@@ -8,9 +8,9 @@ from losses.optimizer_cases import STEPS, values
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tinsmith.actors.engine.optimizer import AdamW
-from tinsmith.bus.commands import OptimStepArgs
-from tinsmith.bus.errors import NonFinite
+from tinsmith.actors.engine.trainable.optimizer import AdamW
+from tinsmith.bus.protocol.commands import OptimStepArgs
+from tinsmith.bus.protocol.errors import NonFinite
 
 
 def sharded(tensors, mesh, placements):

@@ -11,9 +11,9 @@ import torch
 from reference.cases import LOSSES, POLICY, random_batch
 
 from tinsmith.actors.engine.batch import collate, validate_batch
-from tinsmith.actors.engine.losses import LossRegistry
-from tinsmith.bus.datum import Datum, pack_datums, unpack_datums
-from tinsmith.bus.errors import InvalidDatum, InvalidInput, SequenceTooLong
+from tinsmith.actors.engine.losses.registry import LossRegistry
+from tinsmith.bus.protocol.datum import Datum, pack_datums, unpack_datums
+from tinsmith.bus.protocol.errors import InvalidDatum, InvalidInput, SequenceTooLong
 
 REGISTRY = LossRegistry.builtin()
 VOCAB, CONTEXT = 20, 8

@@ -11,8 +11,8 @@ from reference.cases import CONFIGS, LOSSES, POLICY, random_batch
 from reference.reference import reference_loss
 
 from tinsmith.actors.engine.batch import collate, validate_batch
-from tinsmith.actors.engine.losses import Evaluation, LossRegistry, TokenInputs, evaluate
-from tinsmith.bus.datum import Datum
+from tinsmith.actors.engine.losses.registry import Evaluation, LossRegistry, TokenInputs, evaluate
+from tinsmith.bus.protocol.datum import Datum
 
 REGISTRY = LossRegistry.builtin()
 LENGTHS = (5, 1, 9, 3)

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from tinsmith.actors.engine.optimizer import AdamW
-from tinsmith.bus.commands import OptimStepArgs
-from tinsmith.bus.errors import InvalidInput, NoGradients, NonFinite, UnsupportedModel
+from tinsmith.actors.engine.trainable.optimizer import AdamW
+from tinsmith.bus.protocol.commands import OptimStepArgs
+from tinsmith.bus.protocol.errors import InvalidInput, NoGradients, NonFinite, UnsupportedModel
 
 SHAPES = {"b": (4, 3), "a": (7,), "c": (2, 2, 2)}
 ARGS = OptimStepArgs(lr=1e-2)

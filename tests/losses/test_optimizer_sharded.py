@@ -10,7 +10,7 @@ from losses.optimizer_cases import STEPS, values
 from losses.optimizer_rank import main
 from reference.reference import ReferenceTrainer
 
-from tinsmith.actors.engine.optimizer import AdamW
+from tinsmith.actors.engine.trainable.optimizer import AdamW
 
 LAYOUTS = ("3 ranks", "2 ranks", "2 copies", "2 replicas")
 

@@ -10,7 +10,7 @@ from reference.cases import CONFIGS, LOSSES, random_batch
 from reference.reference import ReferenceTrainer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tinsmith.bus.datum import Datum
+from tinsmith.bus.protocol.datum import Datum
 
 VOCAB = 24
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tinsmith.actors.engine.batch import collate, validate_batch
-from tinsmith.actors.engine.losses import (
+from tinsmith.actors.engine.losses.registry import (
     ConfigField,
     Loss,
     LossOutput,
@@ -18,8 +18,8 @@ from tinsmith.actors.engine.losses import (
     keep,
     load_losses,
 )
-from tinsmith.bus.datum import Datum
-from tinsmith.bus.errors import CommandFailed, InvalidDatum, InvalidLossConfig, StartupError, UnknownLoss
+from tinsmith.bus.protocol.datum import Datum
+from tinsmith.bus.protocol.errors import CommandFailed, InvalidDatum, InvalidLossConfig, StartupError, UnknownLoss
 
 REGISTRY = LossRegistry.builtin()
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from reference.cases import CONFIGS, LOSSES, random_batch
 
 from tinsmith.actors.engine.batch import collate, validate_batch
-from tinsmith.actors.engine.losses import LossRegistry, TokenInputs, evaluate
+from tinsmith.actors.engine.losses.registry import LossRegistry, TokenInputs, evaluate
 
 REGISTRY = LossRegistry.builtin()
 VOCAB = 30

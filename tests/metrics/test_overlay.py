@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tinsmith.actors.metrics import Catalogue
-from tinsmith.bus.envelope import Kind
-from tinsmith.bus.errors import InvalidCatalogue
+from tinsmith.bus.protocol.envelope import Kind
+from tinsmith.bus.protocol.errors import InvalidCatalogue
 
 FB = Kind.FORWARD_BACKWARD
 Write = Callable[..., Path]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tinsmith.actors.metrics import Catalogue
-from tinsmith.bus.envelope import Kind
-from tinsmith.bus.errors import MetricError, NonFinite
+from tinsmith.bus.protocol.envelope import Kind
+from tinsmith.bus.protocol.errors import MetricError, NonFinite
 
 FB = Kind.FORWARD_BACKWARD
 PLAN = {"tokens_computed": 400.0, "padding_tokens": 40.0, "micro_batches": 3.0}

@@ -12,7 +12,7 @@ from tinker.lib.chunked_fwdbwd_helpers import REDUCE_MAP, combine_fwd_bwd_output
 from tinker.types import ForwardBackwardOutput
 
 from tinsmith.actors.metrics import Catalogue
-from tinsmith.bus.envelope import Kind
+from tinsmith.bus.protocol.envelope import Kind
 
 FB = Kind.FORWARD_BACKWARD
 

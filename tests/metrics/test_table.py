@@ -6,12 +6,12 @@ from pathlib import Path
 
 from tinsmith.actors.metrics import Catalogue
 from tinsmith.actors.metrics.table import as_markdown, columns, describe
-from tinsmith.bus.envelope import Kind
+from tinsmith.bus.protocol.envelope import Kind
 
 
 def test_the_page_of_metrics_is_current(builtin: Catalogue) -> None:
-    page = (Path(__file__).parents[2] / "ops" / "METRICS.md").read_text()
-    assert page == as_markdown(builtin), "run: python -m tinsmith.actors.metrics.table > ops/METRICS.md"
+    page = (Path(__file__).parents[2] / "ops" / "docs" / "metrics.md").read_text()
+    assert page == as_markdown(builtin), "run: python -m tinsmith.actors.metrics.table > ops/docs/metrics.md"
 
 
 def test_every_key_is_described_once_with_its_unit_and_meaning(builtin: Catalogue) -> None:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinsmith.actors.planner import Plan, plan_batch
-from tinsmith.bus.errors import InvalidDatum, InvalidInput
+from tinsmith.actors.schedule.planner import Plan, plan_batch
+from tinsmith.bus.protocol.errors import InvalidDatum, InvalidInput
 
 LENGTHS = st.lists(st.integers(1, 600), min_size=1, max_size=60)
 RANKS = st.integers(1, 9)
@@ -104,7 +104,7 @@ def test_a_datum_longer_than_the_budget_is_alone_in_its_micro_batch() -> None:
 
 def test_the_plan_is_the_same_in_another_process() -> None:
     lengths = _log_normal(2, 64)
-    code = f"from tinsmith.actors.planner import plan_batch; print(plan_batch({lengths}, 3, 1024))"
+    code = f"from tinsmith.actors.schedule.planner import plan_batch; print(plan_batch({lengths}, 3, 1024))"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == repr(plan_batch(lengths, 3, 1024))
 

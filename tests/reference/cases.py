@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tinsmith.bus.datum import Datum
+from tinsmith.bus.protocol.datum import Datum
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 POLICY = LOSSES[1:]

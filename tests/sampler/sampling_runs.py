@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tinsmith.actors.engine.generate import Generator
-from tinsmith.actors.engine.sample_request import Failed, Finished, SampleRequest
-from tinsmith.bus.commands import SampleArgs
+from tinsmith.actors.sampling.engines.builtin.generator import Generator
+from tinsmith.actors.sampling.engines.builtin.sample import Failed, Finished, SampleRequest
+from tinsmith.bus.protocol.commands import SampleArgs
 
 VOCAB = 160
 END = 2

@@ -9,11 +9,11 @@ import pytest
 import torch
 from sampling_runs import drain, request, run, tiny_llama
 
-from tinsmith.actors.engine import versions
-from tinsmith.actors.engine.generate import Generator
-from tinsmith.actors.engine.sample_request import Failed, Finished
-from tinsmith.api.http.leftovers import delete_folder
-from tinsmith.bus.errors import UnknownVersion
+from tinsmith.actors.sampling.engines.builtin import versions
+from tinsmith.actors.sampling.engines.builtin.generator import Generator
+from tinsmith.actors.sampling.engines.builtin.sample import Failed, Finished
+from tinsmith.api.http.retention.leftovers import delete_folder
+from tinsmith.bus.protocol.errors import UnknownVersion
 
 ASKED = request("a", [5, 6, 7], "m/v", max_tokens=12, n=3, seed=1, stop_tokens=())
 

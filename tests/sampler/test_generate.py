@@ -20,9 +20,9 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from tinsmith.actors.engine.generate import Generator
-from tinsmith.actors.engine.sample_request import Finished
-from tinsmith.bus.errors import InvalidInput, SequenceTooLong, UnknownVersion, UnsupportedModel
+from tinsmith.actors.sampling.engines.builtin.generator import Generator
+from tinsmith.actors.sampling.engines.builtin.sample import Finished
+from tinsmith.bus.protocol.errors import InvalidInput, SequenceTooLong, UnknownVersion, UnsupportedModel
 
 NEVER: dict[str, Any] = {"temperature": 0, "stop_tokens": ()}
 

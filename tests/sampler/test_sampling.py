@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tinsmith.actors.engine.sampling import Chooser, uniform_stream
-from tinsmith.bus.commands import SampleArgs
+from tinsmith.actors.sampling.engines.builtin.token_choice import Chooser, uniform_stream
+from tinsmith.bus.protocol.commands import SampleArgs
 
 CPU = torch.device("cpu")
 LOGITS = torch.tensor([0.1, 2.0, -1.0, 1.5, 0.0, -3.0, 1.0, float("-inf")])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sampling_runs import END, VOCAB
 
-from tinsmith.actors.engine.stop import Detokenizer, StopRule, VisibleText
+from tinsmith.actors.sampling.engines.builtin.stopping import Detokenizer, StopRule, VisibleText
 
 
 def fed(tokenizer: Any, text: str | list[int], **args: Any) -> tuple[int, str | None, str]:

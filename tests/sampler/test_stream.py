@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from sampling_runs import forward_logprobs, request, run
 
-from tinsmith.actors.engine.generate import Generator
-from tinsmith.actors.engine.prefill import Prefill
-from tinsmith.actors.engine.sample_request import Finished, SampleRequest
-from tinsmith.bus.commands import SampleArgs
-from tinsmith.bus.errors import CommandFailed
-from tinsmith.bus.parts import Part, Told, pack_parts, unpack_parts
+from tinsmith.actors.sampling.engines.builtin.generator import Generator
+from tinsmith.actors.sampling.engines.builtin.prefill import Prefill
+from tinsmith.actors.sampling.engines.builtin.sample import Finished, SampleRequest
+from tinsmith.bus.protocol.commands import SampleArgs
+from tinsmith.bus.protocol.errors import CommandFailed
+from tinsmith.bus.protocol.parts import Part, Told, pack_parts, unpack_parts
 
 
 def streamed(generator: Generator, *requests: SampleRequest) -> tuple[dict[str, Finished], dict[str, list[Part]]]:

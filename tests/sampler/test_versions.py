@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from sampling_runs import VOCAB, drain, forward_logprobs, request, run, tiny_llama
 
-from tinsmith.actors.engine.generate import Generator
-from tinsmith.actors.engine.sample_request import Failed, Finished
-from tinsmith.actors.engine.versions import AdapterHooks, Versions, is_adapter, load_adapter
-from tinsmith.bus.errors import InvalidInput, NonFinite, UnknownVersion, UnsupportedModel
+from tinsmith.actors.sampling.engines.builtin.generator import Generator
+from tinsmith.actors.sampling.engines.builtin.sample import Failed, Finished
+from tinsmith.actors.sampling.engines.builtin.versions import AdapterHooks, Versions, is_adapter, load_adapter
+from tinsmith.bus.protocol.errors import InvalidInput, NonFinite, UnknownVersion, UnsupportedModel
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 

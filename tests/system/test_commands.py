@@ -12,10 +12,10 @@ from batches import rollouts, supervised
 from serving import CONTEXT, VOCAB, Service, run_cli
 
 from tinsmith.api import Client, Datum, Model, TinsmithError, connect
-from tinsmith.bus import errors
-from tinsmith.bus.codec import encode
-from tinsmith.bus.commands import SampleArgs
-from tinsmith.bus.envelope import SAMPLE_LANE, Command, Kind, new_id
+from tinsmith.bus.protocol import errors
+from tinsmith.bus.protocol.codec import encode
+from tinsmith.bus.protocol.commands import SampleArgs
+from tinsmith.bus.protocol.envelope import SAMPLE_LANE, Command, Kind, new_id
 
 _numbers = itertools.count()
 

@@ -16,8 +16,8 @@ from batches import supervised
 from serving import Service, processes_of, start_service
 
 from tinsmith.api import Client, Model, connect
-from tinsmith.bus.embedded import socket_path
-from tinsmith.bus.errors import LeaseHeld
+from tinsmith.bus.protocol.errors import LeaseHeld
+from tinsmith.bus.redis.embedded import socket_path
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -12,8 +12,8 @@ from batches import supervised
 from serving import Service
 
 from tinsmith.api import Client, connect
-from tinsmith.bus import errors
-from tinsmith.bus.envelope import LANES, Command, Kind, new_id
+from tinsmith.bus.protocol import errors
+from tinsmith.bus.protocol.envelope import LANES, Command, Kind, new_id
 
 LONG: dict[str, Any] = {"n": 256, "max_tokens": 240, "stop": []}
 """Thousands of steps of the sampler."""

@@ -18,8 +18,8 @@ from batches import rollouts, supervised
 from serving import Service, processes_of, run_cli, start_service
 
 from tinsmith.api import Datum, connect
-from tinsmith.bus.embedded import EmbeddedServer, find_server
-from tinsmith.bus.errors import Gap
+from tinsmith.bus.protocol.errors import Gap
+from tinsmith.bus.redis.embedded import EmbeddedServer, find_server
 
 
 def refused(*args: str, env: dict[str, str] | None = None) -> str:
@@ -142,7 +142,7 @@ help = "The column of a loss of the user's own."
 """
 
 LOSSES = """
-from tinsmith.actors.engine.losses import Loss, LossOutput, keep
+from tinsmith.actors.engine.losses.registry import Loss, LossOutput, keep
 
 
 def pull(tokens, config):
@@ -151,7 +151,7 @@ def pull(tokens, config):
 
 
 def register(registry):
-    from tinsmith.actors.engine.losses import ConfigField
+    from tinsmith.actors.engine.losses.registry import ConfigField
 
     registry.register(Loss("pull", pull, config=(ConfigField("target", float, -1.0),), columns=("squared_error",)))
 """

@@ -1,0 +1,1 @@
+"""The base model: loading, sharding with FSDP2, and log-probs from its output head."""

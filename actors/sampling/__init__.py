@@ -1,0 +1,1 @@
+"""Sampling: the dispatcher, the replicas it sends to, and the engines that generate inside a replica."""

@@ -1,0 +1,1 @@
+"""The built-in engine: continuous batching over a transformers model, adapters applied row by row."""

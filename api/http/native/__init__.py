@@ -1,0 +1,1 @@
+"""The plain API under /v1: commands, results and events as JSON or msgpack."""

@@ -1,0 +1,1 @@
+"""OpenAI completions and chat completions over the samplers."""

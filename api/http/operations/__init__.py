@@ -1,0 +1,1 @@
+"""What probes and monitors ask: /health and /metrics."""

@@ -1,0 +1,1 @@
+"""Whose is what: keys, ids, and the records of sessions, models, samplers and saves."""

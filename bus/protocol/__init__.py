@@ -1,0 +1,1 @@
+"""What travels on the bus: commands, events, datums, parts of samples and errors, and how each is encoded."""

@@ -1,0 +1,1 @@
+"""Benchmarks of compute: training, packing, log-probs, metrics, sampling."""

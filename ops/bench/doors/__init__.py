@@ -1,0 +1,1 @@
+"""Benchmarks of the way in and out: the bus, the HTTP gateway, the official SDK."""

@@ -1,0 +1,1 @@
+"""The demo: a small model learns by reinforcement, start to end."""
